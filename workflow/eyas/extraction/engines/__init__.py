@@ -1,0 +1,1 @@
+"""What runs the target's prefill; each engine yields captured rows."""

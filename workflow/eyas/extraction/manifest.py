@@ -1,0 +1,136 @@
+"""`data_config.json`: written only when every shard is there and agrees; refused when anything differs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import EyasError
+from eyas.extraction.shard import FORMAT_VERSION as SHARD_VERSION
+from eyas.extraction.shard import LAST_HIDDEN_STATE, LAYER_CONVENTION
+from eyas.shards import Shard, fingerprint, read_json, write_json, write_lock
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+# What all shards of a run must have in common.
+_COMMON = ("target", "tokenizer_hash", "chat_template_hash", "layers", "dtype", "hidden_size")
+
+
+def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
+    """Write the manifest over shard files (hidden states) that together hold rows 0 … rows-1.
+
+    Sizes and agreement are checked here; checksums were taken as the shards were written, and
+    `eyas verify` takes them again. Depends on the shards' contents alone. Raises EyasError.
+    """
+    entries, common, skipped = [], None, 0
+    with write_lock(output):
+        expected_start = 0
+        for path in sorted(shards, key=lambda p: Shard.parse(p.stem)):
+            shard = Shard.parse(path.stem)
+            facts = read_json(path.with_suffix(".json"), "shard sidecar")
+            if facts.get("format_version") != SHARD_VERSION:
+                raise EyasError(f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run again")
+            if shard.start != expected_start:
+                raise EyasError(f"{path}: starts at row {shard.start}, but rows up to {expected_start} are there; run snakemake again")
+            expected_start = shard.end
+            shared = {key: facts[key] for key in _COMMON}
+            if common is None:
+                common = shared
+            for key in _COMMON:
+                if shared[key] != common[key]:
+                    raise EyasError(
+                        f"{path}: its {key} is {shared[key]}, other shards have {common[key]}; delete the shard and"
+                        " run snakemake again to rebuild it"
+                    )
+            if facts["rows"] + len(facts["skipped"]) != len(shard):
+                raise EyasError(f"{path}: {facts['rows']} rows and {len(facts['skipped'])} skipped are not its {len(shard)}")
+            size = path.stat().st_size if path.exists() else None
+            if size != facts["bytes"]:
+                raise EyasError(f"{path}: {size} bytes on disk, {facts['bytes']} when it was written; delete it and run snakemake again")
+            skipped += len(facts["skipped"])
+            entries.append(
+                {"file": path.name, **{key: facts[key] for key in ("rows", "tokens", "bytes", "checksum", "tokens_checksum")}}
+            )
+        if common is None or expected_start != rows:
+            raise EyasError(f"{output}: the shards hold rows 0 to {expected_start - 1} of {rows}; run snakemake again")
+        totals = {key: sum(entry[key] for entry in entries) for key in ("rows", "tokens", "bytes")}
+        if totals["rows"] == 0:
+            raise EyasError(f"{output}: every one of the {rows} rows was skipped; the shards' .json files say why")
+        write_json(
+            output,
+            {
+                "format_version": FORMAT_VERSION,
+                **common,
+                "layer_convention": LAYER_CONVENTION,
+                "last_hidden_state": LAST_HIDDEN_STATE,
+                "shards": entries,
+                "totals": {**totals, "skipped": skipped},
+            },
+        )
+        log.info(
+            "Wrote %s: %d shards, %d rows (%d more skipped), %d tokens, %d bytes.",
+            output, len(entries), totals["rows"], skipped, totals["tokens"], totals["bytes"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A completed extraction, as readers see it."""
+
+    path: Path
+    values: dict[str, Any]
+
+    @property
+    def shards(self) -> list[Path]:
+        return [self.path.parent / entry["file"] for entry in self.values["shards"]]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the data itself: equal manifests have equal states."""
+        return fingerprint(**self.values)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.values["hidden_size"])
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.values["layers"])
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest; raises EyasError when it is missing, of another format, or a shard is not as it says."""
+    values = read_json(path, "manifest")
+    if not isinstance(values, dict) or values.get("format_version") != FORMAT_VERSION:
+        found = values.get("format_version") if isinstance(values, dict) else None
+        raise EyasError(f"{path}: format version {found}, this Eyas reads {FORMAT_VERSION}; delete it and run snakemake again")
+    try:
+        for entry in values["shards"]:
+            shard = path.parent / entry["file"]
+            size = shard.stat().st_size if shard.exists() else None
+            if size != entry["bytes"]:
+                raise EyasError(
+                    f"{shard}: {'missing' if size is None else f'{size} bytes'}, the manifest says {entry['bytes']} bytes;"
+                    f" delete it and run `snakemake {shard}` to rebuild it"
+                )
+        if sum(entry["rows"] for entry in values["shards"]) != values["totals"]["rows"]:
+            raise EyasError(f"{path}: the shards' rows do not add up to the total; delete it and run snakemake again")
+    except (KeyError, TypeError) as exc:
+        raise EyasError(f"{path}: damaged ({exc} is missing or wrong); delete it and run snakemake again") from None
+    return Manifest(path, values)
+
+
+def require(manifest: Manifest, **expected: Any) -> None:
+    """Raise EyasError that names both values where the manifest differs from what a reader expects."""
+    for key, value in expected.items():
+        found = manifest.values.get(key)
+        if found != value:
+            raise EyasError(
+                f"{manifest.path}: its {key} is {found}, expected {value}; the states belong to another target or"
+                " configuration: correct the configuration, or delete the run's hidden_states and run snakemake again"
+            )

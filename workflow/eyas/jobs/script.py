@@ -1,0 +1,85 @@
+"""The frame around a script: common arguments, logging, device leases, errors without tracebacks."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eyas.devices import lease_gpus
+from eyas.errors import EyasError
+
+log = logging.getLogger("eyas")
+
+_DISK_ERRORS = {
+    errno.ENOSPC: "the disk is full; free space or put `results` on a larger disk",
+    errno.EDQUOT: "the disk quota is used up; free space or put `results` elsewhere",
+    errno.EROFS: "the file system is read-only; put `results` where you can write",
+    errno.EACCES: "permission denied; put `results` where you can write",
+    errno.EPERM: "not permitted; put `results` where you can write",
+}
+
+
+def job_parser(description: str | None) -> argparse.ArgumentParser:
+    """An argument parser with what every job takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--log", type=Path, help="file to write the log to, besides standard error")
+    parser.add_argument("--label", default="", help="words that start each line on standard error")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--gpu", type=int, default=0, help="GPUs that the scheduler granted")
+    parser.add_argument("--gpu-wanted", type=int, default=None, help="GPUs that the job needs (default: --gpu)")
+    return parser
+
+
+def _start_logging(file: Path | None, label: str) -> None:
+    root = logging.getLogger("eyas")
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(logging.Formatter(f"[{label}] %(message)s" if label else "%(message)s"))
+    root.addHandler(console)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, mode="a", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        root.addHandler(handler)
+
+
+def run_job(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None]) -> None:
+    """Parse the command line, hold the GPUs, do the work; exits 0, 1 (clear error) or 130 (Ctrl-C)."""
+    args = parser.parse_args()
+    # Before torch and tokenizers are imported (by `work`): they read these once.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        _start_logging(args.log, args.label)
+    except OSError as exc:
+        sys.exit(f"error: {args.log}: {_DISK_ERRORS.get(exc.errno or 0, exc.strerror)}")
+    started = time.monotonic()
+    try:
+        with lease_gpus(args.gpu if args.gpu_wanted is None else args.gpu_wanted, args.gpu):
+            work(args)
+    except EyasError as exc:
+        for line in str(exc).splitlines():
+            log.error("error: %s", line)
+        sys.exit(1)
+    except OSError as exc:
+        if exc.errno not in _DISK_ERRORS:
+            log.exception("This is a fault of Eyas or of the machine:")
+            sys.exit(1)
+        log.error("error: %s: %s", exc.filename or "writing", _DISK_ERRORS[exc.errno])
+        sys.exit(1)
+    except KeyboardInterrupt:
+        log.error("Stopped by the user; finished work is kept, run the same command to go on.")
+        sys.exit(130)
+    except Exception:
+        log.exception("This is a fault of Eyas; please report it with the lines above and below:")
+        sys.exit(1)
+    log.info("Done in %.1f s.", time.monotonic() - started)

@@ -1,0 +1,42 @@
+"""Shard names, whole-or-absent files, locks, journals, preallocated tensor files. No torch here."""
+
+from eyas.shards.arrays import map_arrays, write_arrays
+from eyas.shards.files import (
+    atomic_path,
+    checksum,
+    describe_file,
+    fingerprint,
+    is_complete,
+    publish,
+    read_json,
+    write_json,
+    write_text,
+)
+from eyas.shards.journal import Journal
+from eyas.shards.locks import write_lock
+from eyas.shards.names import Shard, is_held_out, shards_of
+from eyas.shards.tensor_file import Layout, TensorFileWriter, TensorSpec, ensure_free, read_header
+
+__all__ = [
+    "Journal",
+    "Layout",
+    "Shard",
+    "TensorFileWriter",
+    "TensorSpec",
+    "atomic_path",
+    "checksum",
+    "describe_file",
+    "ensure_free",
+    "fingerprint",
+    "is_complete",
+    "is_held_out",
+    "map_arrays",
+    "publish",
+    "read_header",
+    "read_json",
+    "shards_of",
+    "write_arrays",
+    "write_json",
+    "write_lock",
+    "write_text",
+]

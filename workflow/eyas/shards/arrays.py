@@ -1,0 +1,40 @@
+"""Numpy arrays in safetensors files: small ones written whole, all of them memory-mapped for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from eyas.errors import EyasError
+from eyas.shards.tensor_file import Layout, TensorFileWriter, read_header
+
+_NUMPY = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "F16": "<f2", "U8": "u1", "BOOL": "?", "BF16": "<u2"}
+_NAMES = {np.dtype(code): name for name, code in _NUMPY.items() if name != "BF16"}
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file (the caller makes it atomic)."""
+    path.unlink(missing_ok=True)
+    layout = Layout.of({name: (_NAMES[a.dtype], a.shape) for name, a in arrays.items()}, metadata)
+    with TensorFileWriter(path, layout) as writer:
+        for name, array in arrays.items():
+            if array.size:
+                writer.write_rows(name, 0, np.ascontiguousarray(array).data)
+
+
+def map_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Memory-map tensors of a file (bfloat16 as its uint16 bits); raises EyasError naming what is wrong."""
+    specs, _ = read_header(path)
+    if missing := [name for name in names if name not in specs]:
+        raise EyasError(f"{path}: has no tensor {', '.join(missing)}; delete it and run snakemake again to rebuild it")
+    arrays = {}
+    for name in names:
+        spec = specs[name]
+        dtype = np.dtype(_NUMPY[spec.dtype])
+        if spec.nbytes:
+            arrays[name] = np.memmap(path, dtype, "r", spec.begin, spec.shape)
+        else:
+            arrays[name] = np.empty(spec.shape, dtype)
+    return arrays
