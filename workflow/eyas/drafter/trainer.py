@@ -128,7 +128,7 @@ def train_epoch(
         if counted:
             loss.backward()
             parameters = [p for p in drafter.parameters() if p.grad is not None]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, settings["grad_clip"])
+            loss, norm = loss.detach(), torch.nn.utils.clip_grad_norm_(parameters, settings["grad_clip"])
             if not math.isfinite(float(loss)) or not math.isfinite(float(norm)):
                 raise EyasError(
                     f"epoch {epoch}, step {step}: loss {float(loss)}, gradient norm {float(norm)}, in a batch of rows"

@@ -72,6 +72,10 @@ class TargetModel:
         )
         return output.logits[:, -1]
 
+    def decode(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """States after the final norm [1, T, H] of `ids` [1, T], which follow what the cache holds."""
+        return self.decoder(input_ids=ids, **self._cached(cache)).last_hidden_state
+
     @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)

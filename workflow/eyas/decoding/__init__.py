@@ -1,0 +1,1 @@
+"""Speculative decoding with target and drafter, and how much of it the target accepts."""
