@@ -15,10 +15,11 @@ from eyas.conversations.formats import UnusableRecord, to_messages
 from eyas.conversations.rows import Row, write_rows
 from eyas.errors import EyasError
 from eyas.shards import atomic_path, describe_file, shards_of, write_json, write_lock
+from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = VERSIONS["prompts"]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
 from eyas.shards import describe_file, read_header, read_json, write_json
 from eyas.shards.files import publish
+from eyas.versions import VERSIONS
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = VERSIONS["drafter"]
 MODEL, CONFIG, STATE, FACTS = "model.safetensors", "config.json", "trainer_state.safetensors", "trainer_state.json"
 # The order in which they appear: the facts, which name the others' checksums, come last.
 FILES = (MODEL, CONFIG, STATE, FACTS)

@@ -14,23 +14,15 @@ from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, require
 from eyas.target.model import config_hash, load_tensors
-from eyas.target.tokenizer import TargetReference
+from eyas.target.tokenizer import TargetReference, text_config
 from eyas.vocabulary import VocabularyMap
 
 log = logging.getLogger(__name__)
-
-INIT_VERSION = 1
 
 _LAYER = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
 )  # fmt: skip
-
-
-def target_text_config(target: TargetReference) -> Any:
-    import transformers
-
-    return transformers.AutoConfig.from_pretrained(target.path, **target.source).get_text_config()
 
 
 def load_head(target: TargetReference, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -42,7 +34,7 @@ def load_head(target: TargetReference, rows: Tensor | None = None) -> tuple[Tens
     embedding = next((found[name] for name in names if name in found), None)
     if embedding is None:
         raise EyasError(f"target.path: no embedding (…embed_tokens.weight) among the weights of {target.path}")
-    tied = bool(getattr(target_text_config(target), "tie_word_embeddings", False))
+    tied = bool(getattr(text_config(target), "tie_word_embeddings", False))
     head = next((found[name] for name in heads if name in found), None)
     if head is None and not tied:
         raise EyasError(f"target.path: no head (lm_head.weight) among the weights of {target.path}")
@@ -67,7 +59,7 @@ def _from_target_layer(weights: dict[str, Tensor], shape: DrafterShape, target: 
     The half of q, k and v that reads the state takes the layer's own projections; the half
     that reads the embedding stays small and random. `fc` hands on the highest aux state.
     """
-    depth = int(target_text_config(target).num_hidden_layers)
+    depth = int(text_config(target).num_hidden_layers)
     prefixes = ("model.", "language_model.model.", "model.language_model.")
     found = load_tensors(target, [f"{p}layers.{depth - 1}.{part}.weight" for p in prefixes for part in _LAYER])
     layer = {name.split(f"layers.{depth - 1}.")[1]: tensor for name, tensor in found.items()}
@@ -109,7 +101,7 @@ def initialise(
     fingerprint: str,
 ) -> None:
     """Write the epoch-0 checkpoint. Raises EyasError when target, manifest and map do not fit together."""
-    config = target_text_config(target)
+    config = text_config(target)
     found_hash = manifest.values["target"]["config_hash"]
     if found_hash != config_hash(target):
         raise EyasError(

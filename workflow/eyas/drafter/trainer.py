@@ -22,8 +22,6 @@ from eyas.target.tokenizer import TargetReference
 
 log = logging.getLogger(__name__)
 
-TRAINING_VERSION = 1
-
 
 def learning_rate(step: int, steps_per_epoch: int, settings: dict[str, Any]) -> float:
     """Rate of optimizer step `step` (from 0): linear warm-up, then decay to the floor over `schedule_epochs`.

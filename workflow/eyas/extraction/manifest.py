@@ -12,10 +12,11 @@ from eyas.errors import EyasError
 from eyas.extraction.shard import FORMAT_VERSION as SHARD_VERSION
 from eyas.extraction.shard import LAST_HIDDEN_STATE, LAYER_CONVENTION
 from eyas.shards import Shard, fingerprint, read_json, write_json, write_lock
+from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = VERSIONS["manifest"]
 
 # What all shards of a run must have in common.
 _COMMON = ("target", "tokenizer_hash", "chat_template_hash", "layers", "dtype", "hidden_size")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from eyas.config import default_layers
 from eyas.errors import EyasError
 from eyas.jobs import Progress
 from eyas.shards import (
@@ -24,12 +25,13 @@ from eyas.shards import (
     write_lock,
 )
 from eyas.shards.files import publish
-from eyas.target.tokenizer import TargetReference
+from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
+from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = VERSIONS["hidden_states"]
 LAYER_CONVENTION = "output of decoder layer j (0-based); hidden_states[j + 1] of transformers"
 LAST_HIDDEN_STATE = "after_final_norm"
 _STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -86,7 +88,7 @@ def extract_shard(
     tokens_file: Path,
     output: Path,
     target: TargetReference,
-    layers: list[int],
+    layers: list[int] | None,
     dtype: str,
     batch_tokens: int = 4096,
     gpus: int = 0,
@@ -95,10 +97,14 @@ def extract_shard(
 
     The file is allocated at full size before the target is loaded, so a full disk is an
     error at once. Batches are journalled as they are written; a killed job goes on with the
-    batches that are missing, and ends with the same bytes. Raises EyasError.
+    batches that are missing, and ends with the same bytes. `layers` None takes the default ones.
+    Raises EyasError.
     """
     from eyas.target.model import target_identity
 
+    config = text_config(target)
+    hidden_size = int(config.hidden_size)
+    layers = default_layers(int(config.num_hidden_layers)) if layers is None else layers
     sidecar = output.with_suffix(".json")
     token_facts = read_json(tokens_file.with_suffix(".json"), "tokens sidecar")
     identity = target_identity(target)
@@ -111,7 +117,6 @@ def extract_shard(
         tokens = read_tokens(tokens_file)
         staging = output.parent / ".staging" / output.stem
         with Journal(staging, fingerprint(job=mark, batch_tokens=batch_tokens)) as journal:
-            hidden_size = _hidden_size(target)
             layout = shard_layout(len(tokens.input_ids), len(tokens), hidden_size, dtype)
             if not (staging / output.name).exists():
                 ensure_free(staging, layout.nbytes, f"Shard {output.stem}")
@@ -147,13 +152,6 @@ def extract_shard(
         )
         publish({staging / output.name: output, staging / sidecar.name: sidecar}, staging)
         log.info("Wrote %s: %d rows, %d tokens, %d bytes.", output, len(tokens), len(tokens.input_ids), layout.nbytes)
-
-
-def _hidden_size(target: TargetReference) -> int:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(target.path, **target.source)
-    return int(config.get_text_config().hidden_size)
 
 
 def _fill(

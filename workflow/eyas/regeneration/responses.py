@@ -12,10 +12,11 @@ from eyas.jobs import Progress
 from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_json, write_lock
 from eyas.shards.files import publish
 from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer
+from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = VERSIONS["conversations"]
 
 
 def user_turns(row: Row) -> int:

@@ -11,12 +11,9 @@ from pathlib import Path
 from eyas.errors import EyasError
 from eyas.shards import ensure_free, write_lock
 from eyas.shards.files import sync_file, sync_folder
+from eyas.target.files import MODEL_FILES
 
 log = logging.getLogger(__name__)
-
-# What a converted folder holds; the rule declares these files.
-MODEL_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "config.json")
-
 
 def convert_gguf(gguf: Path, output: Path) -> None:
     """Write `output` (config, tokenizer, bfloat16 safetensors) from `gguf`.

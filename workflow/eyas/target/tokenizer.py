@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from eyas.errors import EyasError
+from eyas.target.files import TOKENIZER_FILES
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,7 @@ def load_tokenizer(target: TargetReference) -> Any:
     import transformers
 
     if target.is_folder and not any(
-        (Path(target.path) / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        (Path(target.path) / name).is_file() for name in TOKENIZER_FILES
     ):
         raise EyasError(
             f"target.path: {target.path} has no tokenizer (tokenizer.json); copy the target's tokenizer files there"
@@ -85,6 +85,16 @@ def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
     }
 
 
+def text_config(target: TargetReference) -> Any:
+    """The target's configuration (of its language part, for multimodal ones); raises EyasError."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(target.path, **target.source).get_text_config()
+    except Exception as exc:  # transformers raises many kinds for a damaged or missing folder
+        raise unreadable(target, "config.json", exc) from None
+
+
 def end_of_turn_ids(target: TargetReference, tokenizer: Any) -> list[int]:
     """Ids that end the target's generation: generation_config's eos, config's, the tokenizer's."""
     import transformers
@@ -95,11 +105,7 @@ def end_of_turn_ids(target: TargetReference, tokenizer: Any) -> list[int]:
     except Exception:  # no generation_config.json: the others must do
         given = None
     if given is None:
-        try:
-            config = transformers.AutoConfig.from_pretrained(target.path, **target.source)
-            given = getattr(config.get_text_config(), "eos_token_id", None)
-        except Exception as exc:
-            raise unreadable(target, "config.json", exc) from None
+        given = getattr(text_config(target), "eos_token_id", None)
     ids.update(given if isinstance(given, list) else [given] if given is not None else [])
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))

@@ -16,10 +16,11 @@ from eyas.shards import checksum, describe_file, fingerprint, is_complete, map_a
 from eyas.shards.files import publish
 from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
 from eyas.tokenization.mask import UnusableRow, encode
+from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = VERSIONS["tokens"]
 
 
 @dataclass

@@ -23,10 +23,11 @@ from eyas.shards import (
     write_lock,
 )
 from eyas.tokenization import TokenShard, read_tokens
+from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = VERSIONS["vocabulary"]
 
 
 @dataclass(frozen=True)

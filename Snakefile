@@ -1,0 +1,79 @@
+"""Eyas: prompts and a target in, a measured EAGLE-3 drafter out. The stages are in rules/."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+# The package is imported from this checkout, here and in the scripts that the rules call.
+sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
+
+from eyas.errors import EyasError
+from eyas.plan import plan_run
+
+# A configuration given with --configfile stands alone; it is not merged with the default one.
+DEFAULT_CONFIG = "config/config.yaml"
+if not os.path.isfile(DEFAULT_CONFIG):
+    DEFAULT_CONFIG = str(Path(workflow.basedir) / DEFAULT_CONFIG)
+if not workflow.overwrite_configfiles:
+
+    configfile: DEFAULT_CONFIG
+
+
+try:
+    PLAN = plan_run(
+        config,
+        ", ".join(map(str, workflow.configfiles)) or "configuration",
+        check_writable=not workflow.dryrun,
+    )
+except EyasError as exc:
+    raise WorkflowError(f"The configuration cannot be used:\n{exc}")
+
+
+include: "rules/common.smk"
+include: "rules/target.smk"
+include: "rules/prompts.smk"
+include: "rules/responses.smk"
+include: "rules/tokens.smk"
+include: "rules/extraction.smk"
+include: "rules/vocabulary.smk"
+include: "rules/training.smk"
+include: "rules/evaluation.smk"
+include: "rules/export.smk"
+include: "rules/summary.smk"
+
+
+localrules:
+    all,
+
+
+rule all:
+    default_target: True
+    input:
+        # All shards, so that a deleted one is noticed even when everything made from it is there.
+        expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
+        expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),
+        expand(f"{RUN}/hidden_states/{{shard}}.safetensors", shard=SHARDS),
+        f"{RUN}/hidden_states/data_config.json",
+        [
+            f"{RUN}/drafters/{drafter}/epoch_{epoch}/model.safetensors"
+            for drafter, settings in CONFIG.drafters.items()
+            for epoch in range(settings.training.epochs + 1)
+        ],
+        expand(f"{RUN}/drafters/{{drafter}}/evaluation.json", drafter=CONFIG.drafters),
+        expand(f"{RUN}/drafters/{{drafter}}/export/sglang/export.json", drafter=CONFIG.drafters),
+        f"{RUN}/summary.txt",
+
+
+onsuccess:
+    if not workflow.dryrun and os.path.isfile(f"{RUN}/summary.txt"):
+        print(Path(f"{RUN}/summary.txt").read_text(encoding="utf-8"), file=sys.stderr)
+
+
+onerror:
+    print(
+        "Finished work is kept: when the cause is mended, run the same command again and it goes on from here.",
+        file=sys.stderr,
+    )

@@ -1,0 +1,37 @@
+# Acceptance on held-out rows: from the hidden states, and in real greedy decoding.
+
+
+def last_epoch(drafter):
+    return CONFIG.drafters[drafter].training.epochs
+
+
+rule evaluate:
+    input:
+        manifest=f"{RUN}/hidden_states/data_config.json",
+        conversations=expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
+        trained=lambda wildcards: f"{RUN}/drafters/{wildcards.drafter}/epoch_{last_epoch(wildcards.drafter)}/model.safetensors",
+        untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
+        target=ancient(PLAN.target_files),
+    output:
+        f"{RUN}/drafters/{{drafter}}/evaluation.json",
+    params:
+        version=PLAN.versions["evaluation"],
+        rows=PLAN.rows,
+        shard_rows=CONFIG.data.shard_rows,
+        settings=PLAN.evaluation_settings,
+        target=TARGET,
+    log:
+        f"{RUN}/logs/{{drafter}}/evaluation.log",
+    benchmark:
+        f"{RUN}/benchmarks/{{drafter}}/evaluation.tsv"
+    threads: CONFIG.evaluation.threads
+    resources:
+        gpu=CONFIG.evaluation.gpu,
+    conda:
+        "../workflow/envs/eyas.yaml"
+    shell:
+        "python {SCRIPTS:q}/evaluate_drafter.py --log {log:q} --label {wildcards.drafter}/evaluation "
+        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {CONFIG.evaluation.gpu} "
+        "--manifest {input.manifest:q} --run-folder {RUN:q} --rows {params.rows} --shard-rows {params.shard_rows} "
+        "--trained {input.trained:q} --untrained {input.untrained:q} --target {params.target:q} "
+        "--settings {params.settings:q} --output {output:q}"

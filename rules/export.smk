@@ -1,0 +1,24 @@
+# The last epoch in the form that SGLang loads.
+
+
+rule export_sglang:
+    input:
+        model=lambda wildcards: f"{RUN}/drafters/{wildcards.drafter}/epoch_{last_epoch(wildcards.drafter)}/model.safetensors",
+        config=lambda wildcards: f"{RUN}/drafters/{wildcards.drafter}/epoch_{last_epoch(wildcards.drafter)}/config.json",
+        target=ancient(PLAN.target_files),
+    output:
+        model=f"{RUN}/drafters/{{drafter}}/export/sglang/model.safetensors",
+        config=f"{RUN}/drafters/{{drafter}}/export/sglang/config.json",
+        facts=f"{RUN}/drafters/{{drafter}}/export/sglang/export.json",
+    params:
+        version=PLAN.versions["export"],
+        target=SOURCE,
+    log:
+        f"{RUN}/logs/{{drafter}}/export_sglang.log",
+    benchmark:
+        f"{RUN}/benchmarks/{{drafter}}/export_sglang.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    shell:
+        "python {SCRIPTS:q}/export_sglang.py --log {log:q} --label {wildcards.drafter}/export "
+        "--model {input.model:q} --target {params.target:q} --output {output.facts:q}"

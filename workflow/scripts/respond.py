@@ -1,0 +1,30 @@
+"""Let the target answer the prompts of one shard."""
+
+import json
+from pathlib import Path
+
+from eyas.jobs import job_parser, run_job
+
+
+def work(args):
+    from eyas.regeneration.responses import respond_shard
+    from eyas.target.tokenizer import TargetReference
+
+    settings = json.loads(args.settings)
+    if settings["engine"] == "transformers":
+        import torch
+
+        torch.set_num_threads(args.threads)
+    respond_shard(
+        args.prompts, args.output, TargetReference.from_json(args.target), settings, args.batch_rows, args.gpu
+    )
+
+
+if __name__ == "__main__":
+    parser = job_parser(__doc__)
+    parser.add_argument("--prompts", type=Path, required=True, help="the shard of prompts")
+    parser.add_argument("--target", required=True, help="JSON: path, revision, trust_remote_code, dtype")
+    parser.add_argument("--settings", required=True, help="JSON: engine, max_new_tokens, temperature, …")
+    parser.add_argument("--batch-rows", type=int, default=32, help="rows decoded together")
+    parser.add_argument("--output", type=Path, required=True, help="the shard of conversations")
+    run_job(parser, work)
