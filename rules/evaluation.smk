@@ -14,24 +14,25 @@ rule evaluate:
         target=ancient(PLAN.target_files),
     output:
         f"{RUN}/drafters/{{drafter}}/evaluation.json",
+    log:
+        f"{RUN}/logs/{{drafter}}/evaluation.log",
+    benchmark:
+        f"{RUN}/benchmarks/{{drafter}}/evaluation.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    threads: CONFIG.evaluation.threads
+    resources:
+        gpu=CONFIG.evaluation.gpu,
+        gpu_wanted=CONFIG.evaluation.gpu,
     params:
         version=PLAN.versions["evaluation"],
         rows=PLAN.rows,
         shard_rows=CONFIG.data.shard_rows,
         settings=PLAN.evaluation_settings,
         target=TARGET,
-    log:
-        f"{RUN}/logs/{{drafter}}/evaluation.log",
-    benchmark:
-        f"{RUN}/benchmarks/{{drafter}}/evaluation.tsv"
-    threads: CONFIG.evaluation.threads
-    resources:
-        gpu=CONFIG.evaluation.gpu,
-    conda:
-        "../workflow/envs/eyas.yaml"
     shell:
-        "python {SCRIPTS:q}/evaluate_drafter.py --log {log:q} --label {wildcards.drafter}/evaluation "
-        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {CONFIG.evaluation.gpu} "
-        "--manifest {input.manifest:q} --run-folder {RUN:q} --rows {params.rows} --shard-rows {params.shard_rows} "
+        'python "$EYAS_SCRIPTS"/evaluate_drafter.py --log {log:q} --label {wildcards.drafter}/evaluation '
+        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} "
+        "--manifest {input.manifest:q} --rows {params.rows} --shard-rows {params.shard_rows} "
         "--trained {input.trained:q} --untrained {input.untrained:q} --target {params.target:q} "
         "--settings {params.settings:q} --output {output:q}"

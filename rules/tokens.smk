@@ -8,17 +8,17 @@ rule tokenize:
     output:
         tokens=f"{RUN}/tokens/{{shard}}.safetensors",
         facts=f"{RUN}/tokens/{{shard}}.json",
-    params:
-        version=PLAN.versions["tokens"],
-        settings=PLAN.token_settings,
-        target=SOURCE,
     log:
         f"{RUN}/logs/tokens/{{shard}}.log",
     benchmark:
         f"{RUN}/benchmarks/tokens/{{shard}}.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["tokens"],
+        settings=PLAN.token_settings,
+        target=SOURCE,
     shell:
-        "python {SCRIPTS:q}/tokenize_conversations.py --log {log:q} --label tokens/{wildcards.shard} "
+        'python "$EYAS_SCRIPTS"/tokenize_conversations.py --log {log:q} --label tokens/{wildcards.shard} '
         "--conversations {input.conversations:q} --target {params.target:q} --settings {params.settings:q} "
         "--output {output.tokens:q}"

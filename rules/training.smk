@@ -27,18 +27,18 @@ rule initialise_drafter:
         target=ancient(PLAN.target_files),
     output:
         **epoch_files(0),
-    params:
-        version=PLAN.versions["drafter"],
-        settings=lambda wildcards: PLAN.model_settings(wildcards.drafter),
-        target=SOURCE,
     log:
         f"{RUN}/logs/{{drafter}}/epoch_0.log",
     benchmark:
         f"{RUN}/benchmarks/{{drafter}}/epoch_0.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["drafter"],
+        settings=lambda wildcards: PLAN.model_settings(wildcards.drafter),
+        target=SOURCE,
     shell:
-        "python {SCRIPTS:q}/initialise_drafter.py --log {log:q} --label {wildcards.drafter}/epoch_0 "
+        'python "$EYAS_SCRIPTS"/initialise_drafter.py --log {log:q} --label {wildcards.drafter}/epoch_0 '
         "--manifest {input.manifest:q} --vocabulary {input.vocabulary:q} --target {params.target:q} "
         "--settings {params.settings:q} --output {output.facts:q}"
 
@@ -50,23 +50,22 @@ rule train_epoch:
         target=ancient(PLAN.target_files),
     output:
         **epoch_files("{epoch}"),
-    params:
-        version=PLAN.versions["training"],
-        settings=lambda wildcards: PLAN.training_settings(wildcards.drafter),
-        target=SOURCE,
     log:
         f"{RUN}/logs/{{drafter}}/epoch_{{epoch}}.log",
     benchmark:
         f"{RUN}/benchmarks/{{drafter}}/epoch_{{epoch}}.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
     threads: lambda wildcards: CONFIG.drafters[wildcards.drafter].training.threads
     resources:
         gpu=lambda wildcards: CONFIG.drafters[wildcards.drafter].training.gpu,
-        # What was asked for, to compare: Snakemake cuts `gpu` to its pool in silence.
         gpu_wanted=lambda wildcards: CONFIG.drafters[wildcards.drafter].training.gpu,
-    conda:
-        "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["training"],
+        settings=lambda wildcards: PLAN.training_settings(wildcards.drafter),
+        target=SOURCE,
     shell:
-        "python {SCRIPTS:q}/train_epoch.py --log {log:q} --label {wildcards.drafter}/epoch_{wildcards.epoch} "
+        'python "$EYAS_SCRIPTS"/train_epoch.py --log {log:q} --label {wildcards.drafter}/epoch_{wildcards.epoch} '
         "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --manifest {input.manifest:q} "
-        "--tokens-folder {RUN:q}/tokens --target {params.target:q} --settings {params.settings:q} "
+        "--target {params.target:q} --settings {params.settings:q} "
         "--epoch {wildcards.epoch} --output {output.facts:q}"

@@ -8,19 +8,20 @@ rule map_vocabulary:
     output:
         mapping=f"{RUN}/vocab_map/{{draft_vocab_size}}.safetensors",
         facts=f"{RUN}/vocab_map/{{draft_vocab_size}}.json",
-    params:
-        version=PLAN.versions["vocabulary"],
-        rows=PLAN.rows,
-        shard_rows=CONFIG.data.shard_rows,
-        held_out_every=CONFIG.data.held_out_every,
-        target=SOURCE,
     log:
         f"{RUN}/logs/vocab_map/{{draft_vocab_size}}.log",
     benchmark:
         f"{RUN}/benchmarks/vocab_map/{{draft_vocab_size}}.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["vocabulary"],
+        tokens_folder=lambda wildcards, input: os.path.dirname(input.tokens[0]),
+        rows=PLAN.rows,
+        shard_rows=CONFIG.data.shard_rows,
+        held_out_every=CONFIG.data.held_out_every,
+        target=SOURCE,
     shell:
-        "python {SCRIPTS:q}/map_vocabulary.py --log {log:q} --label vocabulary --tokens-folder {RUN:q}/tokens "
+        'python "$EYAS_SCRIPTS"/map_vocabulary.py --log {log:q} --label vocabulary --tokens-folder {params.tokens_folder:q} '
         "--rows {params.rows} --shard-rows {params.shard_rows} --held-out-every {params.held_out_every} "
         "--target {params.target:q} --draft-vocab-size {wildcards.draft_vocab_size} --output {output.mapping:q}"

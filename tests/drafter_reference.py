@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from eyas.drafter.dataset import Batch
 from eyas.drafter.model import Drafter
 from eyas.drafter.shape import DrafterShape
@@ -23,9 +20,11 @@ from eyas.extraction.manifest import Manifest, read_manifest, write_manifest
 from eyas.extraction.shard import extract_shard
 from eyas.shards import describe_file, write_arrays, write_json
 from eyas.target.tokenizer import TargetReference
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 TRAINING: dict[str, Any] = dict(
-    epochs=3, ttt_steps=3, loss_decay=0.8, learning_rate=3e-3, schedule="cosine", schedule_epochs=3,
+    epochs=3, ttt_steps=3, loss_decay=0.8, learning_rate=2e-2, schedule="cosine", schedule_epochs=3,
     min_learning_rate_ratio=0.05, warmup_steps=3, weight_decay=0.0, beta1=0.9, beta2=0.95, grad_clip=1.0, batch_tokens=48,
 )  # fmt: skip
 
@@ -99,7 +98,9 @@ def _turn(x: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def reference_states(w: dict[str, Tensor], shape: DrafterShape, aux: Tensor, tokens: list[int], steps: int) -> list[dict]:
+def reference_states(
+    w: dict[str, Tensor], shape: DrafterShape, aux: Tensor, tokens: list[int], steps: int
+) -> list[dict]:
     """g¹ … g^steps of one row: `states[i][t]` = gⁱ⁺¹_t, wherever the row has the token t+1+i that it reads."""
     heads, d, eps = shape.num_attention_heads, shape.head_dim, shape.rms_norm_eps
     groups = heads // shape.num_key_value_heads

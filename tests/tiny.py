@@ -40,7 +40,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [question(i) for i in range(len(WORDS))] + [answer(i, 99) for i in range(len(WORDS))] + ["user assistant system"]
+    corpus = (
+        [question(i) for i in range(len(WORDS))]
+        + [answer(i, 99) for i in range(len(WORDS))]
+        + ["user assistant system"]
+    )
     tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

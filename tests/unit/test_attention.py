@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eyas.drafter.attention import rotary, rotate, ttt_attention
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-from eyas.drafter.attention import rotary, rotate, ttt_attention
 
 D = 6
 # Per row: its length and the positions of its queries.
@@ -46,7 +45,12 @@ def case(layout: str, steps: int, heads: int, kv_heads: int, dtype: torch.dtype 
 
 
 def reference(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], query_index: list[Tensor], row_spans: list, leak: bool = False
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    query_index: list[Tensor],
+    row_spans: list,
+    leak: bool = False,
 ) -> Tensor:
     """One softmax over [step-0 keys of all T positions | the S keys of each later step], everything else masked.
 
@@ -89,7 +93,9 @@ def with_gradients(function: object, arguments: dict) -> list[Tensor]:
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_output_and_gradients_equal_the_explicit_mask(layout: str, steps: int, heads: int, kv_heads: int) -> None:
     arguments = case(layout, steps, heads, kv_heads)
-    for found, expected in zip(with_gradients(ttt_attention, arguments), with_gradients(reference, arguments), strict=True):
+    for found, expected in zip(
+        with_gradients(ttt_attention, arguments), with_gradients(reference, arguments), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 

@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import torch
 from drafter_reference import file_bytes, read_json_file, small_shape
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-
-from eyas.drafter.checkpoint import Checkpoint, load_checkpoint, load_drafter, read_facts, save_checkpoint, served_tensors
+from eyas.drafter.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    load_drafter,
+    read_facts,
+    save_checkpoint,
+    served_tensors,
+)
 from eyas.drafter.initialise import random_weights
 from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 # vocabulary 23, draft vocabulary 11, 4 heads and 2 key/value heads of 6, inner width 10
 NARROW = small_shape(hidden_size=8, target_hidden_size=12)
@@ -26,7 +32,9 @@ FILES = ["config.json", "model.safetensors", "trainer_state.json", "trainer_stat
 
 def a_checkpoint(shape: DrafterShape = NARROW, seed: int = 0) -> Checkpoint:
     weights = random_weights(shape, seed)
-    trained = sorted(set(weights) - ({"embed_tokens.weight"} if shape.hidden_size == shape.target_hidden_size else set()))
+    trained = sorted(
+        set(weights) - ({"embed_tokens.weight"} if shape.hidden_size == shape.target_hidden_size else set())
+    )
     ids = torch.arange(0, 22, 2)
     weights["d2t"] = ids - torch.arange(11)
     weights["t2d"] = torch.zeros(23, dtype=torch.bool)
@@ -37,7 +45,13 @@ def a_checkpoint(shape: DrafterShape = NARROW, seed: int = 0) -> Checkpoint:
         for kind in ("exp_avg", "exp_avg_sq")
         for name in trained
     }
-    facts = {"epoch": 2, "step": 17, "manifest_digest": "xxh3_128:ab", "trained": trained, "history": [{"loss": 0.1 + 0.2}]}
+    facts = {
+        "epoch": 2,
+        "step": 17,
+        "manifest_digest": "xxh3_128:ab",
+        "trained": trained,
+        "history": [{"loss": 0.1 + 0.2}],
+    }
     return Checkpoint(shape, weights, moments, facts)
 
 
@@ -74,7 +88,9 @@ def test_a_frozen_embedding_is_kept_once_as_served(tmp_path: Path) -> None:
 
 def test_tensors_are_those_that_servers_expect(folder: Path) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        found = {name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()}
+        found = {
+            name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()
+        }
         assert file.metadata() == {"format": "pt"}
     assert found == {
         "fc.weight": ((8, 36), "BF16"),
@@ -182,7 +198,10 @@ def test_another_format_version_is_refused(folder: Path) -> None:
 BAD = {
     "missing": (lambda w: w.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
     "unexpected": (lambda w: w.update({"model.norm.weight": torch.ones(8)}), r"unexpected \['model.norm.weight'\]"),
-    "shape": (lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}), r"fc.weight has the shape \(8, 35\), not \(8, 36\)"),
+    "shape": (
+        lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}),
+        r"fc.weight has the shape \(8, 35\), not \(8, 36\)",
+    ),
     "NaN": (lambda w: w["norm.weight"][3].fill_(torch.nan), "norm.weight holds NaN"),
     "infinity": (lambda w: w["fc.weight"][0, 0].fill_(-torch.inf), "fc.weight holds NaN or infinity"),
 }

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from eyas.config import (
     Config,
     TargetSizes,
@@ -24,6 +21,8 @@ from eyas.config import (
     read_target_sizes,
 )
 from eyas.errors import EyasError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 SIZES = TargetSizes(vocab_size=400, num_hidden_layers=8, hidden_size=64)
 
@@ -162,7 +161,10 @@ JUNK = st.recursive(
 
 
 @settings(max_examples=60, deadline=None)
-@given(key=st.sampled_from(["data", "data.rows", "extraction.layers", "drafters.small", "target.expect", "packages"]), junk=JUNK)
+@given(
+    key=st.sampled_from(["data", "data.rows", "extraction.layers", "drafters.small", "target.expect", "packages"]),
+    junk=JUNK,
+)
 def test_junk_is_accepted_or_refused_by_eyas_error(key: str, junk: Any):
     try:
         assert isinstance(check_config(values({key: junk}), "run.yaml"), Config)
@@ -252,7 +254,15 @@ def test_target_folder_that_is_no_model(tmp_path: Path, content: str | None):
 
 @pytest.mark.parametrize(
     ("depth", "layers"),
-    [(3, [0, 1, 2]), (4, [0, 2, 3]), (6, [0, 3, 5]), (7, [1, 2, 3]), (8, [1, 3, 4]), (36, [1, 17, 32]), (61, [1, 29, 57])],
+    [
+        (3, [0, 1, 2]),
+        (4, [0, 2, 3]),
+        (6, [0, 3, 5]),
+        (7, [1, 2, 3]),
+        (8, [1, 3, 4]),
+        (36, [1, 17, 32]),
+        (61, [1, 29, 57]),
+    ],
 )
 def test_default_layers(depth: int, layers: list[int]):
     assert default_layers(depth) == layers

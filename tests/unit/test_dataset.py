@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from drafter_reference import extracted, random_rows, save_llama, write_tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file
-
 from eyas.drafter.dataset import HiddenStates, epoch_batches, pack
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 LENGTHS = [7, 3, 12, 1, 5, 9]  # rows 0 … 2 and 3 … 5, in two shards
 rows_strategy = st.lists(st.integers(1, 300), min_size=1, max_size=60)
@@ -77,7 +76,10 @@ def test_a_batch_holds_the_stored_states_bit_for_bit(manifest: Manifest) -> None
     assert len(batch.tokens) == 24  # nothing is padded
     dtype = getattr(torch, manifest.values["dtype"])
     for row, (start, end) in zip(batch.row_ids, batch.spans, strict=True):
-        stored, tokens = load_file(manifest.shards[row // 3]), load_file(tokens_folder(manifest) / manifest.shards[row // 3].name)
+        stored, tokens = (
+            load_file(manifest.shards[row // 3]),
+            load_file(tokens_folder(manifest) / manifest.shards[row // 3].name),
+        )
         a, b = stored["offsets"][row % 3 : row % 3 + 2].tolist()
         assert stored["aux_hidden_states"].dtype == dtype
         for name, values in (("aux_hidden_states", batch.aux), ("last_hidden_state", batch.last)):
@@ -94,7 +96,9 @@ def test_moving_a_batch_keeps_all_of_it(manifest: Manifest) -> None:
     batch = HiddenStates(manifest, tokens_folder(manifest)).batch([1, 5])
     moved = batch.to(torch.device("cpu"))
     assert (moved.spans, moved.row_ids) == (batch.spans, batch.row_ids)
-    assert all(torch.equal(getattr(moved, n), getattr(batch, n)) for n in ("aux", "last", "tokens", "mask", "positions"))
+    assert all(
+        torch.equal(getattr(moved, n), getattr(batch, n)) for n in ("aux", "last", "tokens", "mask", "positions")
+    )
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 100])

@@ -8,14 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from drafter_reference import reference_counts, reference_loss, reference_states, small_batch, small_drafter, small_shape
-from torch import Tensor
-
+from drafter_reference import (
+    reference_counts,
+    reference_loss,
+    reference_states,
+    small_batch,
+    small_drafter,
+    small_shape,
+)
 from eyas.drafter import loss as loss_module
 from eyas.drafter.dataset import Batch
 from eyas.drafter.loss import soft_cross_entropy, teacher_probabilities
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import StepCounts, find_predictions, ttt_loss
+from torch import Tensor
 
 DECAY = 0.8
 SHAPES = {
@@ -64,7 +70,9 @@ def test_loss_and_all_gradients_equal_the_loops(shape_name: str, steps: int) -> 
     assert len(trained) == 13 + (shape_name == "other width")
     for name, parameter in trained.items():
         assert weights[name].grad.abs().max() > 0, name
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert (counts.reached.tolist(), counts.right.tolist()) == reference_counts(case.batch, steps, chosen)
 
 
@@ -111,7 +119,9 @@ def test_other_rows_change_nothing() -> None:
     alone = Case(lengths=(9, 6))
     parts = []
     for start, end in case.batch.spans:
-        tensors = {n: getattr(case.batch, n)[start:end] for n in ("aux", "last", "tokens", "target_token", "mask", "positions")}
+        tensors = {
+            n: getattr(case.batch, n)[start:end] for n in ("aux", "last", "tokens", "target_token", "mask", "positions")
+        }
         parts.append(alone.ours(1, Batch(**tensors, spans=[(0, end - start)], row_ids=[0])))
     count = sum(counted for _, counted, _ in parts)
     assert all(counted for _, counted, _ in parts)
@@ -132,7 +142,9 @@ def test_no_counted_position_is_a_zero_loss_and_every_draft_is_wrong() -> None:
     case = Case(lengths=(6, 4))
     outside = int((case.draft_ids < 0).nonzero()[0])
     batch = replace(
-        case.batch, target_token=torch.full_like(case.batch.target_token, outside), mask=torch.ones_like(case.batch.mask)
+        case.batch,
+        target_token=torch.full_like(case.batch.target_token, outside),
+        mask=torch.ones_like(case.batch.mask),
     )
     loss, counted, counts = case.ours(2, batch)
     assert (loss.item(), counted) == (0.0, 0)

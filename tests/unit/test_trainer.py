@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from drafter_reference import TRAINING, extracted, file_bytes, random_rows, save_llama
-from transformers import AutoModelForCausalLM
-
 from eyas.drafter.checkpoint import build_drafter, load_checkpoint
 from eyas.drafter.dataset import HiddenStates, epoch_batches
 from eyas.drafter.initialise import initialise
@@ -23,6 +21,7 @@ from eyas.extraction.manifest import Manifest
 from eyas.target.tokenizer import TargetReference
 from eyas.vocabulary import VocabularyMap
 from eyas.vocabulary.mapping import build_map
+from transformers import AutoModelForCausalLM
 
 OPEN = dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -43,7 +42,9 @@ class Run:
         initialise(self.target, self.manifest, self.mapping, OPEN | sizes | {"init": init}, SEED, output, "mark")
         return output
 
-    def train(self, previous: Path, epoch: int, output: Path, held_out_every: int = HELD_OUT_EVERY, **changes: Any) -> Path:
+    def train(
+        self, previous: Path, epoch: int, output: Path, held_out_every: int = HELD_OUT_EVERY, **changes: Any
+    ) -> Path:
         train_epoch(
             self.manifest, self.folder / "tokens", self.target, previous, epoch, TRAINING | changes, held_out_every,
             SEED, output, "mark", torch.device("cpu"),
@@ -77,7 +78,7 @@ def test_the_loss_falls(epochs: list[Path]) -> None:
     assert [record["epoch"] for record in history] == [1, 2, 3]
     losses = [record["loss"] for record in history]
     assert losses[0] > losses[1] > losses[2]
-    assert losses[2] < 0.9 * losses[0]
+    assert losses[2] < losses[0] - 0.25  # the teacher's own entropy is most of what is left
     for record in history:
         chain = np.cumprod([a or 0 for a in record["accuracy_by_step"]])
         assert record["acceptance_length"] == pytest.approx(1 + chain.sum())
@@ -91,7 +92,9 @@ def test_epochs_by_themselves_equal_one_long_training_bit_for_bit(run: Run, epoc
     data = HiddenStates(run.manifest, run.folder / "tokens")
     rows = np.array([row for row in range(12) if row % 5 != 4])
     head = AutoModelForCausalLM.from_pretrained(run.target.path).lm_head.weight.detach()[run.mapping.target_ids]
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in drafter.parameters() if p.requires_grad], betas=(0.9, 0.95), weight_decay=0.0
+    )
     step = 0
     for epoch in (1, 2):
         batches = epoch_batches(rows, data.lengths, 48, SEED, epoch)
@@ -139,9 +142,7 @@ def test_the_frozen_embedding_and_the_map_do_not_move(run: Run, epochs: list[Pat
 SCHEDULE = dict(learning_rate=2.0, min_learning_rate_ratio=0.1, warmup_steps=4, schedule_epochs=2)
 
 
-@pytest.mark.parametrize(
-    "schedule, at_12, end", [("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2.0, 2.0)]
-)
+@pytest.mark.parametrize("schedule, at_12, end", [("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2.0, 2.0)])
 def test_learning_rate(schedule: str, at_12: float, end: float) -> None:
     rate = [learning_rate(step, 10, SCHEDULE | {"schedule": schedule}) for step in range(60)]
     assert rate[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
@@ -235,8 +236,12 @@ def test_random_weights_of_another_width_train_their_embedding(run: Run, tmp_pat
     assert file_bytes(run.start(tmp_path / "again", init="random", hidden_size=24, head_dim=6)) == file_bytes(start)
     after = load_checkpoint(run.train(start, 1, tmp_path / "epoch_1"))
     seen = np.unique(np.concatenate([ids for _, ids, _ in random_rows([17, 9])]))
-    assert not torch.equal(before.weights["embed_tokens.weight"][seen[0]], after.weights["embed_tokens.weight"][seen[0]])
-    assert torch.equal(before.weights["embed_tokens.weight"][0], after.weights["embed_tokens.weight"][0])  # id 0 is in no row
+    assert not torch.equal(
+        before.weights["embed_tokens.weight"][seen[0]], after.weights["embed_tokens.weight"][seen[0]]
+    )
+    assert torch.equal(
+        before.weights["embed_tokens.weight"][0], after.weights["embed_tokens.weight"][0]
+    )  # id 0 is in no row
 
 
 def test_target_layer_of_another_width_is_refused(run: Run, tmp_path: Path) -> None:

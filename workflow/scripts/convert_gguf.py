@@ -7,7 +7,6 @@ from eyas.jobs import job_parser, run_job
 
 def work(args):
     import torch
-
     from eyas.target.gguf import convert_gguf
 
     torch.set_num_threads(args.threads)

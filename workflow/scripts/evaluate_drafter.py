@@ -8,17 +8,17 @@ from eyas.jobs import job_parser, run_job
 
 def work(args):
     import torch
-
     from eyas.decoding.evaluate import evaluate, held_out_rows
     from eyas.extraction.manifest import read_manifest
     from eyas.target.tokenizer import TargetReference
 
     torch.set_num_threads(args.threads)
     settings = json.loads(args.settings)
+    run = args.manifest.parent.parent
     evaluate(
         read_manifest(args.manifest),
-        args.run_folder / "tokens",
-        held_out_rows(args.run_folder / "conversations", args.rows, args.shard_rows, settings["held_out_every"]),
+        run / "tokens",
+        held_out_rows(run / "conversations", args.rows, args.shard_rows, settings["held_out_every"]),
         TargetReference.from_json(args.target),
         {"trained": args.trained.parent, "untrained": args.untrained.parent},
         settings,
@@ -29,8 +29,7 @@ def work(args):
 
 if __name__ == "__main__":
     parser = job_parser(__doc__)
-    parser.add_argument("--manifest", type=Path, required=True, help="data_config.json")
-    parser.add_argument("--run-folder", type=Path, required=True, help="the run's folder (tokens, conversations)")
+    parser.add_argument("--manifest", type=Path, required=True, help="data_config.json, in the run's folder")
     parser.add_argument("--rows", type=int, required=True, help="rows of the run")
     parser.add_argument("--shard-rows", type=int, required=True, help="rows in a shard")
     parser.add_argument("--trained", type=Path, required=True, help="model.safetensors of the last epoch")

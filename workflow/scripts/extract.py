@@ -8,7 +8,6 @@ from eyas.jobs import job_parser, run_job
 
 def work(args):
     import torch
-
     from eyas.extraction.shard import extract_shard
     from eyas.target.tokenizer import TargetReference
 

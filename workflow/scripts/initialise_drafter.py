@@ -8,7 +8,6 @@ from eyas.jobs import job_parser, run_job
 
 def work(args):
     import torch
-
     from eyas.drafter.stages import initialise_checkpoint
     from eyas.target.tokenizer import TargetReference
 

@@ -21,11 +21,13 @@ class TargetSizes:
     @classmethod
     def from_model_config(cls, values: dict, where: str) -> TargetSizes:
         """Sizes from the contents of a config.json; multimodal targets keep them in text_config."""
-        text = values.get("text_config") if isinstance(values.get("text_config"), dict) else values
+        text: dict = values["text_config"] if isinstance(values.get("text_config"), dict) else values
         try:
             return cls(*(int(text[key]) for key in ("vocab_size", "num_hidden_layers", "hidden_size")))
         except (KeyError, TypeError, ValueError) as exc:
-            raise EyasError(f"{where}: not a transformers model configuration ({exc} is missing or no number)") from None
+            raise EyasError(
+                f"{where}: not a transformers model configuration ({exc} is missing or no number)"
+            ) from None
 
 
 def default_layers(num_hidden_layers: int) -> list[int]:

@@ -52,7 +52,9 @@ def read_records(path: Path) -> Iterator[Record]:
     except FileNotFoundError:
         raise EyasError(f"data.prompts: {path} does not exist; name a .json or .jsonl file of prompts") from None
     except (ValueError, RecursionError) as exc:
-        raise EyasError(f"data.prompts: {path} is not valid JSON ({exc}); one record a line goes in a .jsonl file") from None
+        raise EyasError(
+            f"data.prompts: {path} is not valid JSON ({exc}); one record a line goes in a .jsonl file"
+        ) from None
     except OSError as exc:
         raise EyasError(f"data.prompts: {path} cannot be read ({exc.strerror})") from None
     if not isinstance(entries, list):
@@ -135,9 +137,7 @@ def _rows(paths: Sequence[Path], rows: int, max_bad_rows: int) -> Iterator[Row]:
         )
 
 
-def write_prompts(
-    paths: Sequence[Path], rows: int, shard_rows: int, max_bad_rows: int, folder: Path
-) -> None:
+def write_prompts(paths: Sequence[Path], rows: int, shard_rows: int, max_bad_rows: int, folder: Path) -> None:
     """Write `folder/rows_a-b.jsonl` for every shard, then `folder/index.json`.
 
     One shard is held in memory at a time. Raises EyasError for missing, short or bad input;
@@ -165,5 +165,6 @@ def write_prompts(
                 "files": files,
             },
         )
-        log.info("Wrote %d rows (%d skipped) in %d shards from %s.", rows, skipped, len(shards), ", ".join(map(str, paths)))
-
+        log.info(
+            "Wrote %d rows (%d skipped) in %d shards from %s.", rows, skipped, len(shards), ", ".join(map(str, paths))
+        )

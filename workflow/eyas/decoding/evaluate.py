@@ -151,7 +151,7 @@ def evaluate(
             drafter = load_drafter(folder).to(target.device).eval()
             progress = Progress(f"Speculative decoding, {name}", len(prompts), "prompts")
             with torch.inference_mode():
-                facts = {
+                facts: dict[str, Any] = {
                     "checkpoint": folder.name,
                     "offline": _offline(drafter, data, rows, settings["draft_steps"]),
                     "decoding": _chain(

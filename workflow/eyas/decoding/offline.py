@@ -19,7 +19,9 @@ DEFINITION = (
 
 
 @torch.inference_mode()
-def chained_accuracy(drafter: Drafter, data: HiddenStates, rows: list[int], steps: int, batch_tokens: int = 4096) -> StepCounts:
+def chained_accuracy(
+    drafter: Drafter, data: HiddenStates, rows: list[int], steps: int, batch_tokens: int = 4096
+) -> StepCounts:
     """Count, over the rows at positions `rows` of `data`, how often the drafter's chain meets the target's argmax."""
     device = drafter.d2t.device
     target_ids = drafter.d2t + torch.arange(len(drafter.d2t), device=device)
@@ -31,7 +33,10 @@ def chained_accuracy(drafter: Drafter, data: HiddenStates, rows: list[int], step
             continue
         states = drafter.ttt_states(batch.aux, batch.tokens, batch.positions, found.where, steps)
         chosen = torch.stack(
-            [torch.cat([target_ids[drafter.logits(part).argmax(-1)] for part in state.split(_CHUNK)]) for state in states]
+            [
+                torch.cat([target_ids[drafter.logits(part).argmax(-1)] for part in state.split(_CHUNK)])
+                for state in states
+            ]
         )
         counts += StepCounts.of(found, chosen)
     return counts

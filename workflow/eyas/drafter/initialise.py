@@ -87,7 +87,9 @@ def _from_target_layer(weights: dict[str, Tensor], shape: DrafterShape, target: 
 
 
 def _final_norm(target: TargetReference) -> Tensor | None:
-    found = load_tensors(target, [f"{p}norm.weight" for p in ("model.", "language_model.model.", "model.language_model.")])
+    found = load_tensors(
+        target, [f"{p}norm.weight" for p in ("model.", "language_model.model.", "model.language_model.")]
+    )
     return next(iter(found.values()), None)
 
 
@@ -110,7 +112,9 @@ def initialise(
         )
     require(manifest, hidden_size=int(config.hidden_size))
     if len(mapping.t2d) != config.vocab_size:
-        raise EyasError(f"the vocabulary map is for {len(mapping.t2d)} target tokens, the target has {config.vocab_size}")
+        raise EyasError(
+            f"the vocabulary map is for {len(mapping.t2d)} target tokens, the target has {config.vocab_size}"
+        )
     shape = DrafterShape.for_target(config, model_settings, len(mapping.d2t), manifest.layers)
     target_ids = torch.from_numpy(mapping.target_ids)
     embedding, head = load_head(target, target_ids)
@@ -136,4 +140,10 @@ def initialise(
         "history": [],
     }
     save_checkpoint(Checkpoint(shape, weights, {}, facts), output, fingerprint)
-    log.info("Wrote %s: %s; %d trainable parameters, init %s.", output, shape.describe(), facts["parameters"], model_settings["init"])
+    log.info(
+        "Wrote %s: %s; %d trainable parameters, init %s.",
+        output,
+        shape.describe(),
+        facts["parameters"],
+        model_settings["init"],
+    )

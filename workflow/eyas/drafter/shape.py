@@ -87,7 +87,9 @@ class DrafterShape:
             **values,
             target_hidden_size=config.get("target_hidden_size", config["hidden_size"]),
             layers=layers,
-            **{key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_id=config.get("eos_token_id"),
+            pad_token_id=config.get("pad_token_id"),
         )
 
     @classmethod
@@ -102,7 +104,9 @@ class DrafterShape:
         kv_heads = model_settings["num_key_value_heads"] or getattr(target_config, "num_key_value_heads", None) or heads
         hidden = model_settings["hidden_size"] or target_config.hidden_size
         head_dim = model_settings["head_dim"] or getattr(target_config, "head_dim", None) or hidden // heads
-        intermediate = model_settings["intermediate_size"] or getattr(target_config, "intermediate_size", None) or 4 * hidden
+        intermediate = (
+            model_settings["intermediate_size"] or getattr(target_config, "intermediate_size", None) or 4 * hidden
+        )
         if heads % kv_heads:
             raise EyasError(
                 f"model.num_attention_heads: {heads} is no multiple of num_key_value_heads {kv_heads} (a null takes the target's)"

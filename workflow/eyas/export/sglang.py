@@ -52,7 +52,9 @@ def check_export(folder: Path) -> DrafterShape:
     found, _ = read_header(folder / MODEL)
     if set(found) != set(expected):
         missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-        raise EyasError(f"{folder / MODEL}: tensors missing {missing}, unexpected {extra}; servers would skip them in silence")
+        raise EyasError(
+            f"{folder / MODEL}: tensors missing {missing}, unexpected {extra}; servers would skip them in silence"
+        )
     for name, spec in found.items():
         dtype = {"d2t": "I64", "t2d": "BOOL"}.get(name, "BF16")
         if spec.shape != expected[name] or spec.dtype != dtype:
@@ -89,4 +91,9 @@ def export_sglang(checkpoint: Path, target_model_type: str, output: Path) -> Non
         files = {name: describe_file(staging / name) for name in (MODEL, CONFIG)}
         write_json(staging / FACTS, {"format_version": FORMAT_VERSION, "fingerprint": mark, "files": files})
         publish({staging / name: output / name for name in (MODEL, CONFIG, FACTS)}, staging)
-        log.info("Wrote %s: %d tensors, %d bytes; keys and shapes are those that SGLang loads.", output, len(tensors), files[MODEL]["bytes"])
+        log.info(
+            "Wrote %s: %d tensors, %d bytes; keys and shapes are those that SGLang loads.",
+            output,
+            len(tensors),
+            files[MODEL]["bytes"],
+        )

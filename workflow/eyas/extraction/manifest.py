@@ -35,9 +35,13 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
             shard = Shard.parse(path.stem)
             facts = read_json(path.with_suffix(".json"), "shard sidecar")
             if facts.get("format_version") != SHARD_VERSION:
-                raise EyasError(f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run again")
+                raise EyasError(
+                    f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run again"
+                )
             if shard.start != expected_start:
-                raise EyasError(f"{path}: starts at row {shard.start}, but rows up to {expected_start} are there; run snakemake again")
+                raise EyasError(
+                    f"{path}: starts at row {shard.start}, but rows up to {expected_start} are there; run snakemake again"
+                )
             expected_start = shard.end
             shared = {key: facts[key] for key in _COMMON}
             if common is None:
@@ -49,13 +53,20 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
                         " run snakemake again to rebuild it"
                     )
             if facts["rows"] + len(facts["skipped"]) != len(shard):
-                raise EyasError(f"{path}: {facts['rows']} rows and {len(facts['skipped'])} skipped are not its {len(shard)}")
+                raise EyasError(
+                    f"{path}: {facts['rows']} rows and {len(facts['skipped'])} skipped are not its {len(shard)}"
+                )
             size = path.stat().st_size if path.exists() else None
             if size != facts["bytes"]:
-                raise EyasError(f"{path}: {size} bytes on disk, {facts['bytes']} when it was written; delete it and run snakemake again")
+                raise EyasError(
+                    f"{path}: {size} bytes on disk, {facts['bytes']} when it was written; delete it and run snakemake again"
+                )
             skipped += len(facts["skipped"])
             entries.append(
-                {"file": path.name, **{key: facts[key] for key in ("rows", "tokens", "bytes", "checksum", "tokens_checksum")}}
+                {
+                    "file": path.name,
+                    **{key: facts[key] for key in ("rows", "tokens", "bytes", "checksum", "tokens_checksum")},
+                }
             )
         if common is None or expected_start != rows:
             raise EyasError(f"{output}: the shards hold rows 0 to {expected_start - 1} of {rows}; run snakemake again")
@@ -109,7 +120,9 @@ def read_manifest(path: Path) -> Manifest:
     values = read_json(path, "manifest")
     if not isinstance(values, dict) or values.get("format_version") != FORMAT_VERSION:
         found = values.get("format_version") if isinstance(values, dict) else None
-        raise EyasError(f"{path}: format version {found}, this Eyas reads {FORMAT_VERSION}; delete it and run snakemake again")
+        raise EyasError(
+            f"{path}: format version {found}, this Eyas reads {FORMAT_VERSION}; delete it and run snakemake again"
+        )
     try:
         for entry in values["shards"]:
             shard = path.parent / entry["file"]

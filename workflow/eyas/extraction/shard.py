@@ -121,7 +121,9 @@ def extract_shard(
             if not (staging / output.name).exists():
                 ensure_free(staging, layout.nbytes, f"Shard {output.stem}")
             elif journal.records:
-                log.info("Resuming %s: %d of %d rows are there from before.", output.stem, len(journal.records), len(tokens))
+                log.info(
+                    "Resuming %s: %d of %d rows are there from before.", output.stem, len(journal.records), len(tokens)
+                )
             with TensorFileWriter(staging / output.name, layout) as file:
                 log.info(
                     "%s: %d rows, %d tokens, %d bytes allocated.",
@@ -155,7 +157,13 @@ def extract_shard(
 
 
 def _fill(
-    writer: _Writer, target: TargetReference, layers: list[int], batch_tokens: int, gpus: int, journal: Journal, name: str
+    writer: _Writer,
+    target: TargetReference,
+    layers: list[int],
+    batch_tokens: int,
+    gpus: int,
+    journal: Journal,
+    name: str,
 ) -> float:
     """Run the batches that the journal does not have; returns the seconds it took."""
     from eyas.extraction.engines.transformers import capture_rows, check_head, plan_batches

@@ -126,7 +126,9 @@ def _check_target_folder(config: Config) -> None:
                 f"target.path: {path} has no tokenizer (tokenizer.json); copy the target's tokenizer files there"
             )
     elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1 or os.path.exists(path):
-        raise EyasError(f"target.path: {path} is no folder; name a transformers model folder, or a hub model (owner/name)")
+        raise EyasError(
+            f"target.path: {path} is no folder; name a transformers model folder, or a hub model (owner/name)"
+        )
 
 
 def _is_packaged(config: Config, file: str) -> bool:

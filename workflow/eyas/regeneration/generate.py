@@ -33,7 +33,7 @@ def _choose(logits: torch.Tensor, sampling: Sampling, streams: Sequence[torch.Ge
     if sampling.temperature == 0:
         return logits.argmax(-1)
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
-    ordered, ids = probabilities.sort(-1, descending=True, stable=True)
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
     cumulative = ordered.cumsum(-1)

@@ -112,7 +112,13 @@ class _Generation:
                     keys = [number * 1000 + turn for number, _ in batch]
                     made = generate(self.model, [ids for _, ids in batch], self.end_ids, self.sampling, keys, on_tokens)
                     records = [
-                        {"row": number, "turn": turn, "text": self.text_of(r.ids), "finish": r.finish, "tokens": len(r.ids)}
+                        {
+                            "row": number,
+                            "turn": turn,
+                            "text": self.text_of(r.ids),
+                            "finish": r.finish,
+                            "tokens": len(r.ids),
+                        }
                         for (number, _), r in zip(batch, made, strict=True)
                     ]
                     journal.append(*records)

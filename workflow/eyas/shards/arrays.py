@@ -29,7 +29,7 @@ def map_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     specs, _ = read_header(path)
     if missing := [name for name in names if name not in specs]:
         raise EyasError(f"{path}: has no tensor {', '.join(missing)}; delete it and run snakemake again to rebuild it")
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for name in names:
         spec = specs[name]
         dtype = np.dtype(_NUMPY[spec.dtype])

@@ -20,10 +20,10 @@ class Journal:
     def __init__(self, staging: Path, fingerprint: str) -> None:
         self.path = staging / "journal.jsonl"
         self.fingerprint = fingerprint
-        self.records = self._load()
-        if self.records is None:
+        found = self._load()
+        if found is None:
             remove_folder(staging)
-            self.records = []
+        self.records: list[dict[str, Any]] = found or []
         staging.mkdir(parents=True, exist_ok=True)
         whole = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in [{"fingerprint": fingerprint}, *self.records])
         partial = self.path.with_suffix(".partial")

@@ -15,6 +15,7 @@ from eyas.target.files import MODEL_FILES
 
 log = logging.getLogger(__name__)
 
+
 def convert_gguf(gguf: Path, output: Path) -> None:
     """Write `output` (config, tokenizer, bfloat16 safetensors) from `gguf`.
 
@@ -67,4 +68,6 @@ def _tidy(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     missing = [file for file in MODEL_FILES if not (folder / file).is_file()]
     if missing:
-        raise EyasError(f"target.gguf: the conversion gave no {', '.join(missing)}; the file lacks a tokenizer or weights")
+        raise EyasError(
+            f"target.gguf: the conversion gave no {', '.join(missing)}; the file lacks a tokenizer or weights"
+        )

@@ -63,9 +63,7 @@ class TargetModel:
         names = inspect.signature(type(self.model).forward).parameters
         return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
-    def next_logits(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
+    def next_logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         """Logits [B, V] after the last of `ids` [B, T], given a cache of what came before."""
         output = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **self._cached(cache)
@@ -87,7 +85,9 @@ def _find_decoder(model: nn.Module, depth: int) -> tuple[nn.Module, nn.ModuleLis
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == depth:
             return module, layers
-    raise EyasError(f"{type(model).__name__} has no list of {depth} decoder layers; this architecture is not supported yet")
+    raise EyasError(
+        f"{type(model).__name__} has no list of {depth} decoder layers; this architecture is not supported yet"
+    )
 
 
 def load_target(target: TargetReference, gpus: int = 0) -> TargetModel:
@@ -104,13 +104,19 @@ def load_target(target: TargetReference, gpus: int = 0) -> TargetModel:
         raise unreadable(target, "model", exc) from None
     model.eval().requires_grad_(False)
     if gpus == 1:
-        model.to(device)
+        model = model.to(device)  # type: ignore[arg-type]
     head = model.get_output_embeddings()
     if head is None:
         raise EyasError(f"target.path: {target.path} ({type(model).__name__}) has no language-model head")
     decoder, layers = _find_decoder(model, int(model.config.get_text_config().num_hidden_layers))
-    log.info("Loaded %s (%s, %.0f M parameters, %s) on %s.", target.path, type(model).__name__,
-             model.num_parameters() / 1e6, target.dtype, device)
+    log.info(
+        "Loaded %s (%s, %.0f M parameters, %s) on %s.",
+        target.path,
+        type(model).__name__,
+        model.num_parameters() / 1e6,
+        target.dtype,
+        device,
+    )
     return TargetModel(model, decoder, layers, head, device)
 
 

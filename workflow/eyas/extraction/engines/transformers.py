@@ -60,7 +60,9 @@ class Capture:
             self._handles.append(self.target.layers[layer].register_forward_hook(self._keep(layer)))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for handle in self._handles:
             handle.remove()
 

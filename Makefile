@@ -1,0 +1,35 @@
+# The doorstep: plain pip and snakemake, in a virtual environment of this folder.
+PYTHON ?= python3
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+STAMP = $(VENV)/.installed
+
+.PHONY: demo test lint docs clean-venv
+
+# Prompts to a measured drafter, with the default configuration.
+demo: $(STAMP)
+	$(VENV)/bin/snakemake --cores all
+
+# The linters, then every test.
+test: $(STAMP) lint
+	$(VENV)/bin/python -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/snakefmt --check Snakefile rules
+	$(VENV)/bin/snakemake --lint
+	$(VENV)/bin/mypy
+
+# What is generated: the page on the configuration keys, the picture of the rule graph.
+docs: $(STAMP)
+	$(VENV)/bin/python docs/make_config_page.py
+	$(VENV)/bin/snakemake --rulegraph | $(VENV)/bin/python docs/make_rulegraph.py
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	touch $(STAMP)
+
+clean-venv:
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""`eyas doctor` and `eyas verify`."""

@@ -1,0 +1,77 @@
+"""The `eyas` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from eyas import __version__
+from eyas.errors import EyasError
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from eyas.cli.doctor import examine, show
+
+    facts = examine(Path(args.results))
+    print(json.dumps(facts, indent=1)) if args.json else show(facts)
+    return 0 if facts["ready"] else 1
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from eyas.cli.verify import show, verify_run
+
+    result = verify_run(args.run, Path(args.results))
+    print(json.dumps(result, indent=1)) if args.json else show(result)
+    return 1 if result["problems"] else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eyas",
+        description="Looks after Eyas runs. The runs themselves are started with snakemake: `snakemake --cores all`.",
+    )
+    parser.add_argument("--version", action="version", version=f"eyas {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine has and lacks",
+        description="Versions, devices, disk, shared memory, and what is missing for which engine."
+        " Exit code 0 when the transformers engine can run, 1 when not.",
+    )
+    doctor.add_argument("--results", default="results", help="folder of the runs (default: results)")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(work=_doctor)
+
+    verify = commands.add_parser(
+        "verify",
+        help="check every checksum and every count of a run",
+        description="Reads every file of a run again: checksums, row and token counts, and that they fit each other."
+        " Exit code 0 when all is well, 1 when something is missing or damaged, 2 when there is no such run.",
+    )
+    verify.add_argument("run", help="name of the run, or its folder")
+    verify.add_argument("--results", default="results", help="folder of the runs (default: results)")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(work=_verify)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.work(args)
+    except EyasError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Read a run again: every checksum, every count, and that the stages fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eyas.conversations import read_rows
+from eyas.errors import EyasError
+from eyas.shards import Shard, checksum, map_arrays, read_header, read_json, shards_of
+from eyas.tokenization import read_tokens
+from eyas.vocabulary import read_map
+
+
+class _Verifier:
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.problems: list[str] = []
+        self.files = 0
+        self.bytes = 0
+
+    def problem(self, path: Path, what: str) -> None:
+        self.problems.append(f"{path}: {what}; delete it and run `snakemake {path}` to rebuild it")
+
+    def attempt(self, check: Callable[[], None]) -> None:
+        """Run a check; what it cannot read is one more problem."""
+        try:
+            check()
+        except EyasError as exc:
+            self.problems.append(str(exc))
+        except (KeyError, TypeError, AttributeError, ValueError) as exc:
+            self.problems.append(
+                f"{self.run}: {check.__name__} cannot be checked, an entry is missing or wrong: {exc!r}"
+            )
+
+    def file(self, path: Path, entry: dict[str, Any]) -> bool:
+        """Size and checksum of one file against what was recorded."""
+        self.files += 1
+        if not path.is_file():
+            self.problem(path, "missing")
+            return False
+        size = path.stat().st_size
+        self.bytes += size
+        if size != entry["bytes"]:
+            self.problem(path, f"{size} bytes, {entry['bytes']} were written")
+        elif (found := checksum(path)) != entry["checksum"]:
+            self.problem(path, f"checksum {found}, {entry['checksum']} was written")
+        else:
+            return True
+        return False
+
+    def sidecar(self, path: Path) -> dict[str, Any]:
+        """Read a sidecar and check the files it describes."""
+        self.files += 1
+        facts: dict[str, Any] = read_json(path, "sidecar")
+        for name, entry in facts["files"].items():
+            self.file(path.parent / name, entry)
+        return facts
+
+    def expect(self, path: Path, what: str, found: Any, wanted: Any) -> None:
+        if found != wanted:
+            self.problem(path, f"{what} {found}, expected {wanted}")
+
+    def prompts(self) -> tuple[int, int]:
+        index = self.run / "prompts" / "index.json"
+        facts = read_json(index, "index of the prompts")
+        self.files += 1
+        for name, entry in facts["files"].items():
+            self.file(index.parent / name, entry)
+        return int(facts["rows"]), int(facts["shard_rows"])
+
+    def conversations(self, shard: Shard) -> None:
+        path = self.run / "conversations" / f"{shard.name}.jsonl"
+        facts = self.sidecar(path.with_suffix(".json"))
+        rows = read_rows(path)
+        self.expect(path, "rows", [row.row for row in rows], list(range(shard.start, shard.end)))
+        self.expect(path, "usable rows", sum(row.skipped is None for row in rows), facts["rows"])
+
+    def tokens(self, shard: Shard) -> None:
+        path = self.run / "tokens" / f"{shard.name}.safetensors"
+        facts = self.sidecar(path.with_suffix(".json"))
+        tokens = read_tokens(path)
+        self.expect(path, "rows", len(tokens), facts["rows"])
+        self.expect(path, "tokens", len(tokens.input_ids), facts["tokens"])
+        self.expect(path, "supervised tokens", int(tokens.loss_mask.sum()), facts["supervised_tokens"])
+        numbers = sorted([*map(int, tokens.row_ids), *(skip["row"] for skip in facts["skipped"])])
+        self.expect(path, "rows and skipped rows", numbers, list(range(shard.start, shard.end)))
+
+    def states(self, shard: Shard, entry: dict[str, Any]) -> None:
+        path = self.run / "hidden_states" / f"{shard.name}.safetensors"
+        facts = self.sidecar(path.with_suffix(".json"))
+        for key in ("rows", "tokens", "bytes", "checksum", "tokens_checksum"):
+            self.expect(path, f"{key} in its sidecar", facts[key], entry[key])
+        specs, _ = read_header(path)
+        self.expect(path, "shape", specs["last_hidden_state"].shape, (facts["tokens"], facts["hidden_size"]))
+        self.expect(path, "shape", specs["aux_hidden_states"].shape, (facts["tokens"], 3 * facts["hidden_size"]))
+        tokens = read_json(self.run / "tokens" / f"{shard.name}.json", "tokens sidecar")
+        recorded = tokens["files"][f"{shard.name}.safetensors"]["checksum"]
+        self.expect(path, "made from tokens with checksum", facts["tokens_checksum"], recorded)
+        ids = map_arrays(path, ("input_ids",))["input_ids"]
+        same = read_tokens(self.run / "tokens" / path.name).input_ids
+        self.expect(
+            path, "token ids agree with the tokens shard:", bool(len(ids) == len(same) and (ids == same).all()), True
+        )
+
+    def manifest(self, shards: list[Shard]) -> dict[str, dict[str, Any]]:
+        path = self.run / "hidden_states" / "data_config.json"
+        self.files += 1
+        facts = read_json(path, "manifest")
+        entries = {entry["file"]: entry for entry in facts["shards"]}
+        self.expect(path, "shards", list(entries), [f"{shard.name}.safetensors" for shard in shards])
+        for key in ("rows", "tokens", "bytes"):
+            self.expect(path, f"total {key}", facts["totals"][key], sum(e[key] for e in entries.values()))
+        return entries
+
+    def vocabulary(self, path: Path) -> None:
+        facts = self.sidecar(path)
+        mapping = read_map(path.with_suffix(".safetensors"))
+        self.expect(path, "draft vocabulary", len(mapping.d2t), facts["draft_vocab_size"])
+        self.expect(path, "target vocabulary", len(mapping.t2d), facts["vocab_size"])
+
+    def drafter(self, folder: Path) -> None:
+        epochs = sorted(folder.glob("epoch_*"), key=lambda p: int(p.name.split("_")[1]))
+        if not epochs:
+            self.problems.append(f"{folder}: no checkpoint; run snakemake to go on")
+        for epoch in epochs:
+            facts = self.sidecar(epoch / "trainer_state.json")
+            self.expect(epoch / "trainer_state.json", "epoch", facts["epoch"], int(epoch.name.split("_")[1]))
+        for name in ("evaluation.json", "export/sglang/export.json"):
+            if not (folder / name).is_file():
+                self.problems.append(f"{folder / name}: missing; run snakemake to go on")
+        if (folder / "evaluation.json").is_file():
+            self.files += 1
+            read_json(folder / "evaluation.json", "evaluation")
+        if (folder / "export" / "sglang" / "export.json").is_file():
+            self.sidecar(folder / "export" / "sglang" / "export.json")
+
+
+def _find(run: str, results: Path) -> Path:
+    for folder in (results / run, Path(run)):
+        if (folder / "prompts").is_dir():
+            return folder
+    raise EyasError(f"no run {run!r} in {results}, and no such run folder; runs lie in RESULTS/NAME after snakemake")
+
+
+def verify_run(run: str, results: Path = Path("results")) -> dict[str, Any]:
+    """Verify a run by name or folder: `{run, files, bytes, problems}`. Raises EyasError when there is none."""
+    verifier = _Verifier(_find(run, results))
+    try:
+        rows, shard_rows = verifier.prompts()
+    except EyasError as exc:
+        return {"run": str(verifier.run), "files": 0, "bytes": 0, "problems": [str(exc)]}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return {
+            "run": str(verifier.run),
+            "files": 0,
+            "bytes": 0,
+            "problems": [f"{verifier.run}/prompts/index.json: damaged"],
+        }
+    shards = shards_of(rows, shard_rows)
+    entries: dict[str, dict[str, Any]] = {}
+
+    def manifest() -> None:
+        entries.update(verifier.manifest(shards))
+
+    verifier.attempt(manifest)
+    maps = sorted((verifier.run / "vocab_map").glob("*.json"))
+    drafters = sorted(p for p in (verifier.run / "drafters").glob("*") if p.is_dir() and not p.name.startswith("."))
+    if not maps:
+        verifier.problems.append(f"{verifier.run / 'vocab_map'}: no vocabulary map; run snakemake to go on")
+    if not drafters:
+        verifier.problems.append(f"{verifier.run / 'drafters'}: no drafter; run snakemake to go on")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for shard in progress.track(shards, description=f"Verifying {verifier.run}"):
+            entry = entries.get(f"{shard.name}.safetensors")
+            verifier.attempt(lambda shard=shard: verifier.conversations(shard))  # type: ignore[misc]
+            verifier.attempt(lambda shard=shard: verifier.tokens(shard))  # type: ignore[misc]
+            if entry:
+                verifier.attempt(lambda shard=shard, entry=entry: verifier.states(shard, entry))  # type: ignore[misc]
+    for path in maps:
+        verifier.attempt(lambda path=path: verifier.vocabulary(path))  # type: ignore[misc]
+    for folder in drafters:
+        verifier.attempt(lambda folder=folder: verifier.drafter(folder))  # type: ignore[misc]
+    problems = list(dict.fromkeys(verifier.problems))
+    return {"run": str(verifier.run), "files": verifier.files, "bytes": verifier.bytes, "problems": problems}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the outcome for people."""
+    for problem in result["problems"]:
+        print(problem)
+    count = len(result["problems"])
+    found = f"{count} problem{'s' if count != 1 else ''} found" if count else "all is well"
+    print(f"{result['run']}: {result['files']} files, {result['bytes']:,} bytes read; {found}.")
