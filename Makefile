@@ -21,10 +21,10 @@ lint: $(STAMP)
 	$(VENV)/bin/snakemake --lint
 	$(VENV)/bin/mypy
 
-# What is generated: the page on the configuration keys, the picture of the rule graph.
+# What is generated: the page on the configuration keys, the picture of the rule graph (needs Graphviz).
 docs: $(STAMP)
 	$(VENV)/bin/python docs/make_config_page.py
-	$(VENV)/bin/snakemake --rulegraph | $(VENV)/bin/python docs/make_rulegraph.py
+	$(VENV)/bin/python docs/make_rulegraph.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -11,7 +11,9 @@ from snakemake.exceptions import WorkflowError
 sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from eyas.errors import EyasError
-from eyas.plan import plan_run
+from eyas.plan import plan_run, prepare_environment
+
+prepare_environment(Path(workflow.basedir))
 
 # A configuration given with --configfile stands alone; it is not merged with the default one.
 DEFAULT_CONFIG = "config/config.yaml"

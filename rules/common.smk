@@ -6,15 +6,34 @@ SHARDS = PLAN.shard_names
 TARGET = PLAN.target_json  # the target as it computes
 SOURCE = PLAN.source_json  # the target as it lies on disk
 
-# Rules say `python`: the one that runs Snakemake, with the package of this checkout.
-os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(workflow.basedir) / "workflow"), os.environ.get("PYTHONPATH", "")])
-)
-os.environ["EYAS_SCRIPTS"] = str(Path(workflow.basedir) / "workflow" / "scripts")
-
 # Resources besides `gpu`: `gpu_wanted` is what was asked for (Snakemake cuts `gpu` to its pool in
 # silence; the job compares), `batch_…` are speeds. Unlike params they re-run nothing.
+
+
+def epoch_files(epoch):
+    folder = f"{RUN}/drafters/{{drafter}}/epoch_{epoch}"
+    return {
+        "model": f"{folder}/model.safetensors",
+        "config": f"{folder}/config.json",
+        "state": f"{folder}/trainer_state.safetensors",
+        "facts": f"{folder}/trainer_state.json",
+    }
+
+
+def previous_epoch(wildcards):
+    files = epoch_files(int(wildcards.epoch) - 1)
+    return [path.format(drafter=wildcards.drafter) for path in files.values()]
+
+
+def last_epoch(file):
+    """An input function: `file` of the drafter's last epoch."""
+    return lambda wildcards: (
+        f"{RUN}/drafters/{wildcards.drafter}/epoch_{CONFIG.drafters[wildcards.drafter].training.epochs}/{file}"
+    )
+
+
+def vocabulary_of(wildcards):
+    return f"{RUN}/vocab_map/{CONFIG.drafters[wildcards.drafter].draft_vocab_size}.safetensors"
 
 
 wildcard_constraints:

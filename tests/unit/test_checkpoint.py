@@ -1,4 +1,4 @@
-"""Checkpoints: the key contract of servers, exact masters for the trainer, and no damaged file taken for a whole one."""
+"""Checkpoints: the key contract of servers, exact masters for the trainer, no damaged file taken for a whole one."""
 
 from __future__ import annotations
 

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import eyas.decoding.chain as chain_module
 import numpy as np
 import pytest
 import torch
 from drafter_reference import TRAINING, extracted
-from tiny import WORDS, answer, question
-from transformers import AutoTokenizer
-
-import eyas.decoding.chain as chain_module
 from eyas.decoding.chain import Decoded, DrafterCache, greedy, speculate
 from eyas.decoding.offline import chained_accuracy
 from eyas.drafter.checkpoint import build_drafter, load_drafter
@@ -26,6 +23,8 @@ from eyas.extraction.engines.transformers import Capture
 from eyas.target.model import TargetModel, load_target
 from eyas.target.tokenizer import TargetReference
 from eyas.vocabulary.mapping import build_map
+from tiny import WORDS, answer, question
+from transformers import AutoTokenizer
 
 LAYERS = [0, 1, 3]
 END = 2
@@ -58,15 +57,15 @@ def world(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     initialise(reference, manifest, mapping, sizes | {"init": "target_layer"}, 0, folder / "epoch_0", "mark")
-    settings = TRAINING | {"batch_tokens": 120, "learning_rate": 3e-3, "ttt_steps": 4}
-    for epoch in range(1, 6):
+    settings = TRAINING | {"batch_tokens": 120, "learning_rate": 5e-3, "ttt_steps": 3, "schedule_epochs": 6}
+    for epoch in range(1, 7):
         train_epoch(
             manifest, folder / "tokens", reference, folder / f"epoch_{epoch - 1}", epoch, settings, 10**6, 0,
             folder / f"epoch_{epoch}", "mark", torch.device("cpu"),
         )  # fmt: skip
     target = load_target(reference)
     shape = DrafterShape.for_target(target.config, sizes, 120, LAYERS)
-    drafters = {"trained": load_drafter(folder / "epoch_5")}
+    drafters = {"trained": load_drafter(folder / "epoch_6")}
     maps = {"d2t": torch.from_numpy(mapping.d2t), "t2d": torch.from_numpy(mapping.t2d)}
     drafters["random"] = build_drafter(shape, random_weights(shape, 1) | maps)
     return World(target, [prompts[s] for s in STARTS], HiddenStates(manifest, folder / "tokens"), drafters)
@@ -106,7 +105,7 @@ def test_a_trained_drafter_is_accepted(world: World) -> None:
     for kind, drafter in world.drafters.items():
         for prompt in world.prompts:
             rounds[kind] += speculate(world.target, drafter, LAYERS, prompt, [END], 40, 3).accepted
-    assert np.mean(rounds["trained"]) > 1.0
+    assert np.mean(rounds["trained"]) > 1.5
     assert np.mean(rounds["random"]) < 0.3
     assert len(rounds["trained"]) < len(rounds["random"])
 

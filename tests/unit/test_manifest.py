@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 from eyas.errors import EyasError
 from eyas.extraction.manifest import read_manifest, require, write_manifest
 from eyas.extraction.shard import FORMAT_VERSION, LAYER_CONVENTION, shard_layout
@@ -91,17 +91,19 @@ def test_depends_on_the_contents_alone(tmp_path: Path):
 def test_shard_missing_from_the_list(tmp_path: Path, kept: tuple[int, ...]):
     shards = three(tmp_path / "h")
     message = refusal([shards[i] for i in kept], 10, tmp_path / "h" / "data_config.json")
-    assert {
-        (1, 2): f"{shards[1]}: starts at row 4, but rows up to 0 are there",
-        (0, 2): f"{shards[2]}: starts at row 8, but rows up to 4 are there",
-        (0, 1): "the shards hold rows 0 to 7 of 10",
-        (): "of 10; run snakemake again",
-    }[kept] in message
+    words = {
+        (1, 2): rf"{shards[1]}: starts at row 4, .*\b0;",
+        (0, 2): rf"{shards[2]}: starts at row 8, .*\b4;",
+        (0, 1): r"the shards hold rows 0 to 7 of 10;",
+        (): r"of 10; run snakemake again",
+    }
+    assert re.search(words[kept], message)
 
 
 def test_overlapping_shards(tmp_path: Path):
     shards = [make_shard(tmp_path / "h", 0, 4), make_shard(tmp_path / "h", 3, 10)]
-    assert "starts at row 3, but rows up to 4 are there" in refusal(shards, 10, tmp_path / "h" / "data_config.json")
+    message = refusal(shards, 10, tmp_path / "h" / "data_config.json")
+    assert re.search(rf"{shards[1]}: starts at row 3, .*\b4;", message)
 
 
 def test_more_rows_than_asked_for(tmp_path: Path):
@@ -188,10 +190,10 @@ def test_reading_refuses_a_shard_of_another_size_or_none(manifest: Path):
     shard = read_manifest(manifest).shards[1]
     size = shard.stat().st_size
     shard.write_bytes(bytes(size + 1))
-    with pytest.raises(EyasError, match=rf"rows_4-8\.safetensors: {size + 1} bytes, the manifest says {size} bytes"):
+    with pytest.raises(EyasError, match=rf"rows_4-8\.safetensors: {size + 1} bytes, the manifest says {size}\b"):
         read_manifest(manifest)
     shard.unlink()
-    with pytest.raises(EyasError, match=rf"rows_4-8\.safetensors: missing, the manifest says {size} bytes"):
+    with pytest.raises(EyasError, match=rf"rows_4-8\.safetensors: missing, the manifest says {size}\b"):
         read_manifest(manifest)
 
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import eyas.regeneration.generate as generate_module
 import pytest
 import torch
-from drafter_reference import read_json_file
-from tiny import answer, question
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import eyas.regeneration.generate as generate_module
+from drafter_reference import read_json_file, run_killed
 from eyas.conversations import Row, read_rows, write_rows
 from eyas.regeneration.generate import Reply, Sampling, _choose, generate
 from eyas.regeneration.responses import respond_shard
 from eyas.shards import checksum
 from eyas.target.model import TargetModel, load_target
 from eyas.target.tokenizer import TargetReference
+from tiny import answer, question
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SETTINGS: dict[str, Any] = dict(
     engine="transformers", max_new_tokens=24, temperature=0.0, top_p=1.0, truncated="skip", seed=0, max_length=100
@@ -235,23 +230,6 @@ def test_an_empty_answer_is_skipped(tiny_target: Path, tmp_path: Path, monkeypat
     assert found[0].skipped == "empty: the target answered nothing"
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from eyas.regeneration.responses import Journal, respond_shard
-from eyas.target.tokenizer import TargetReference
-append, calls = Journal.append, []
-def die_after_two(self, *records):
-    append(self, *records)
-    calls.append(records)
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-Journal.append = die_after_two
-folder = Path(sys.argv[1])
-respond_shard(folder / "prompts.jsonl", folder / "rows_0-9.jsonl", TargetReference(sys.argv[2]), eval(sys.argv[3]), 2)
-"""
-
-
 def test_a_killed_job_goes_on_and_ends_with_the_same_bytes(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,9 +239,11 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_bytes(
     killed = tmp_path / "killed"
     killed.mkdir()
     shutil.copy(tmp_path / "whole" / "prompts.jsonl", killed)
-    command = [sys.executable, "-c", KILLED, str(killed), str(tiny_target), repr(sampled)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
-    assert done.returncode == -signal.SIGKILL
+    run_killed(f"""
+from eyas.regeneration.responses import respond_shard
+folder, target = Path({str(killed)!r}), TargetReference({str(tiny_target)!r})
+respond_shard(folder / "prompts.jsonl", folder / "rows_0-9.jsonl", target, {sampled!r}, 2)
+""")
     assert not (killed / "rows_0-9.jsonl").exists()
     keys: list[list[int]] = []
 

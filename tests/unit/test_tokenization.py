@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from tiny import TEMPLATE, make_tokenizer, tiny_config
-
 from eyas.conversations import Row, write_rows
 from eyas.errors import EyasError
 from eyas.shards import map_arrays
 from eyas.target.tokenizer import TargetReference, end_of_turn_ids, tokenizer_hashes
 from eyas.tokenization import read_tokens, tokenize_shard
 from eyas.tokenization.mask import UnusableRow, encode
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny import TEMPLATE, make_tokenizer, tiny_config
 
 Messages = list[dict[str, str]]
 TOKENIZER = make_tokenizer()

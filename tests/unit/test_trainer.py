@@ -175,7 +175,7 @@ def test_no_training_row_is_an_error(run: Run, epochs: list[Path], tmp_path: Pat
 
 
 def test_rows_that_teach_nothing_are_an_error(tmp_path: Path) -> None:
-    """The first prediction is the third token: masks that cover the first two only would train to nothing in silence."""
+    """The first prediction is the third token: masks on the first two only would train to nothing in silence."""
     rows = random_rows([9, 7])
     for _, _, mask in rows:
         mask[:], mask[:2] = 0, 1

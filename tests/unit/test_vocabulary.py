@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from safetensors.numpy import load_file
-
 from eyas.errors import EyasError
 from eyas.shards import describe_file, write_arrays
 from eyas.tokenization import TokenShard
 from eyas.vocabulary import build_map, read_map, write_map
 from eyas.vocabulary.mapping import count_tokens, coverage
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 VOCABULARY = 12
 

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,6 @@ def examine(results: Path) -> dict[str, Any]:
     missing = {part: [p for p in packages if _version(p) is None] for part, packages in NEEDS.items()}
     file_system = _file_system(results)
     problems = [f"{part}: missing {', '.join(missing[part])}" for part in REQUIRED if missing[part]]
-    if sys.version_info < (3, 11):
-        problems.append(f"Python {platform.python_version()} is too old; 3.11 or newer is needed")
     if not file_system["write"]:
         problems.append(f"cannot write in {_existing(results)}")
     elif not file_system["lock"]:

@@ -78,8 +78,10 @@ class PackagedFile(Strict):
 
     package: str = Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+$")
     """The package with its version, `name==1.2.3`."""
+    archive: Literal["wheel", "sdist"] = "wheel"
+    """Which archive of the package carries the file."""
     member: str = Field(min_length=1)
-    """Path of the file inside the package's archive (without the sdist's top folder)."""
+    """Path of the file inside the archive (without the sdist's top folder)."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Checksum of the file; anything else is refused."""
 

@@ -109,7 +109,8 @@ class DrafterShape:
         )
         if heads % kv_heads:
             raise EyasError(
-                f"model.num_attention_heads: {heads} is no multiple of num_key_value_heads {kv_heads} (a null takes the target's)"
+                f"model.num_attention_heads: {heads} is no multiple of num_key_value_heads {kv_heads} (a null takes the"
+                " target's)"
             )
         rope = getattr(target_config, "rope_parameters", None) or {}
         theta = rope.get("rope_theta") or getattr(target_config, "rope_theta", None) or 10000.0

@@ -36,11 +36,13 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
             facts = read_json(path.with_suffix(".json"), "shard sidecar")
             if facts.get("format_version") != SHARD_VERSION:
                 raise EyasError(
-                    f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run again"
+                    f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run"
+                    " snakemake again"
                 )
             if shard.start != expected_start:
                 raise EyasError(
-                    f"{path}: starts at row {shard.start}, but rows up to {expected_start} are there; run snakemake again"
+                    f"{path}: starts at row {shard.start}, but the shard before ends at {expected_start}; run"
+                    " snakemake again"
                 )
             expected_start = shard.end
             shared = {key: facts[key] for key in _COMMON}
@@ -59,7 +61,8 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
             size = path.stat().st_size if path.exists() else None
             if size != facts["bytes"]:
                 raise EyasError(
-                    f"{path}: {size} bytes on disk, {facts['bytes']} when it was written; delete it and run snakemake again"
+                    f"{path}: {size} bytes on disk, {facts['bytes']} when it was written; delete it and run snakemake"
+                    " again"
                 )
             skipped += len(facts["skipped"])
             entries.append(
@@ -129,7 +132,7 @@ def read_manifest(path: Path) -> Manifest:
             size = shard.stat().st_size if shard.exists() else None
             if size != entry["bytes"]:
                 raise EyasError(
-                    f"{shard}: {'missing' if size is None else f'{size} bytes'}, the manifest says {entry['bytes']} bytes;"
+                    f"{shard}: {'missing' if size is None else f'{size} bytes'}, the manifest says {entry['bytes']};"
                     f" delete it and run `snakemake {shard}` to rebuild it"
                 )
         if sum(entry["rows"] for entry in values["shards"]) != values["totals"]["rows"]:

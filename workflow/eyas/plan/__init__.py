@@ -1,5 +1,6 @@
 """What a run consists of, from its configuration alone. Imports no torch: the Snakefile reads this."""
 
 from eyas.plan.run import RunPlan, plan_run
+from eyas.plan.scripts import prepare_environment
 
-__all__ = ["RunPlan", "plan_run"]
+__all__ = ["RunPlan", "plan_run", "prepare_environment"]

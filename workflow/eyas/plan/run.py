@@ -115,12 +115,11 @@ def plan_run(values: Mapping[str, Any], source: str, check_writable: bool = Fals
 
 def _check_target_folder(config: Config) -> None:
     path = config.target.path
-    if config.target.gguf:
-        if not (os.path.exists(config.target.gguf) or _is_packaged(config, config.target.gguf)):
-            if not os.path.isfile(os.path.join(path, "config.json")):
-                raise EyasError(f"target.gguf: {config.target.gguf} does not exist")
-        return
-    if os.path.isdir(path):
+    if gguf := config.target.gguf:
+        built = os.path.isfile(os.path.join(path, "config.json"))
+        if not (built or os.path.exists(gguf) or _is_packaged(config, gguf)):
+            raise EyasError(f"target.gguf: {gguf} does not exist")
+    elif os.path.isdir(path):
         if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
             raise EyasError(
                 f"target.path: {path} has no tokenizer (tokenizer.json); copy the target's tokenizer files there"

@@ -29,7 +29,7 @@ class Journal:
         partial = self.path.with_suffix(".partial")
         partial.write_text(whole, encoding="utf-8")  # drops a torn line before anything is appended to it
         os.replace(partial, self.path)
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close())
 
     def _load(self) -> list[dict[str, Any]] | None:
         """Records of this fingerprint; None when there is nothing to go on from."""

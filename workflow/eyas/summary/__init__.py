@@ -92,7 +92,7 @@ def render(facts: dict[str, Any], run: Path) -> str:
                 f"acceptance, {which}",
                 f"{_length(values['decoding'])} tokens a target forward ({drafter['prompts']} held-out prompts, greedy,"
                 f" chain of {drafter['draft_steps']}, {'lossless' if values['lossless'] else 'NOT LOSSLESS'});"
-                f" {_length(values['offline'])} expected from the hidden states of {drafter['held_out_rows']} held-out rows",
+                f" {_length(values['offline'])} expected from the states of {drafter['held_out_rows']} held-out rows",
             )
         table.add_row("for SGLang", drafter["export"])
     table.add_section()

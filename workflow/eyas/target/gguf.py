@@ -26,6 +26,8 @@ def convert_gguf(gguf: Path, output: Path) -> None:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # it writes thousands of characters into logs
+
     if not gguf.is_file():
         raise EyasError(f"target.gguf: {gguf} is missing")
     with write_lock(output):

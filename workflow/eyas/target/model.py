@@ -94,6 +94,7 @@ def load_target(target: TargetReference, gpus: int = 0) -> TargetModel:
     """Load the target for inference. CPU unless the job holds GPUs; raises EyasError."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # a loaded target is one sentence in the log
     device = torch.device("cuda" if gpus else "cpu")
     placement: dict[str, Any] = {"device_map": "auto"} if gpus > 1 else {}
     try:

