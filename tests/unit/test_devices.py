@@ -6,18 +6,20 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import eyas.devices
 import pytest
 from eyas.devices import lease_gpus, visible_devices
 from eyas.errors import EyasError
 
 HOLD = """
-import os, sys
+import os, pathlib, sys
+import eyas.devices
 from eyas.devices import lease_gpus
 wanted = int(sys.argv[1])
+eyas.devices.LEASE_ROOT = pathlib.Path(os.environ["LEASES_OF_THIS_TEST"])
 print("trying", flush=True)
 with lease_gpus(wanted, wanted, poll_seconds=0.05) as held:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(held)
@@ -30,8 +32,8 @@ Process = subprocess.Popen
 @pytest.fixture(autouse=True)
 def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two devices, and lease files of this test alone: a real job's leases are not touched."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("LEASES_OF_THIS_TEST", str(tmp_path))
+    monkeypatch.setattr(eyas.devices, "LEASE_ROOT", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
 

@@ -50,9 +50,12 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
 
 
 def _problem(error: Mapping[str, Any]) -> str:
-    location = tuple(part for part in error["loc"] if part not in ("int", "[key]") or part == "")
-    location = tuple(p for p in location if not (isinstance(p, str) and p.startswith(("literal[", "constrained-"))))
-    key = ".".join(str(part) for part in location) or "(the whole config)"
+    location = tuple(error["loc"])
+    if location[:2] == ("data", "rows"):  # the only union: pydantic adds the name of its branch
+        location = location[:2]
+    if location[-1:] == ("[key]",):
+        location = location[:-1]
+    key = ".".join(str(part) if str(part).isprintable() else repr(part) for part in location) or "(the whole config)"
     if error["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
@@ -62,7 +65,14 @@ def _problem(error: Mapping[str, Any]) -> str:
     message = message.replace("Input should be", "must be")
     if error["type"] == "missing" or isinstance(error.get("input"), Mapping):
         return f"{key}: {message}"
-    return f"{key}: {message} (you wrote {json.dumps(error.get('input'), default=str)[:80]})"
+    return f"{key}: {message} (you wrote {_shown(error.get('input'))})"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)[:80]
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)[:80]
 
 
 def check_config(values: Any, source: str) -> Config:
@@ -72,7 +82,15 @@ def check_config(values: Any, source: str) -> Config:
     try:
         config = Config.model_validate(dict(values))
     except ValidationError as exc:
-        lines = dict.fromkeys(_problem(dict(error)) for error in exc.errors())
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for error in exc.errors():
+            place = tuple(error["loc"])
+            if place[:2] == ("data", "rows") and place[:2] in found:
+                continue
+            if place[:2] == ("data", "rows"):
+                place, error = place[:2], {**error, "type": "", "msg": "must be a whole number of at least 1, or auto"}
+            found.setdefault(place, dict(error))
+        lines = dict.fromkeys(map(_problem, found.values()))
         raise EyasError("\n".join(f"{source}: {line}" for line in lines)) from None
     problems = _impossible(config)
     if problems:
@@ -106,7 +124,7 @@ def _impossible(config: Config) -> list[str]:
             f" tokenization.max_length = {config.tokenization.max_length}"
         )
     for file in data.prompts:
-        if not file.removesuffix(".gz").endswith((".json", ".jsonl")):
+        if not file.endswith((".json", ".jsonl")):
             problems.append(f"data.prompts: {file}: only .json and .jsonl files are read")
     places = [*config.packages, *([config.target.path] if config.target.gguf else [])]
     if len({os.path.normpath(p) for p in places}) < len(places):

@@ -37,7 +37,8 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 
 
 def runtime(default: Any, **constraints: Any) -> Any:
-    """A field that cannot change the bytes of any artefact beyond floating-point rounding."""
+    """A field that cannot change what an artefact is: at most its last bits, by floating-point rounding
+    (in greedy decoding a near tie may then fall the other way)."""
     return Field(default, json_schema_extra={"runtime": True}, **constraints)
 
 
@@ -138,7 +139,8 @@ class Extraction(Strict):
     """What runs the target's prefill."""
     layers: list[Annotated[int, Field(ge=0)]] | None = None
     """Three decoder layers (0-based, ascending) whose outputs the drafter reads.
-    null takes [1, n//2 - 1, n - 4] for a target of n layers."""
+    null takes [1, n//2 - 1, n - 4] for a target of n layers, and [0, n//2, n - 1] where these
+    are not three different ones."""
     dtype: Dtype = "bfloat16"
     """Stored precision of the states."""
     batch_tokens: int = runtime(4096, ge=1)
@@ -271,4 +273,8 @@ def identity(section: Strict, exclude: set[str] | None = None) -> dict[str, Any]
         for name, field in type(section).model_fields.items()
         if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("runtime")
     }
-    return section.model_dump(mode="json", exclude=left_out | (exclude or set()))
+    values = section.model_dump(mode="json", exclude=left_out | (exclude or set()))
+    for name in values:
+        if isinstance(getattr(section, name), Strict):
+            values[name] = identity(getattr(section, name))
+    return values

@@ -38,7 +38,7 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     try:
         if path.name.endswith(".jsonl"):
-            with open(path, encoding="utf-8-sig", errors="replace") as file:
+            with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
                 for number, line in enumerate(file, 1):
                     if not line.strip():
                         continue
@@ -71,6 +71,8 @@ def count_records(paths: Sequence[str], cache: Path | None = None) -> int:
             known = json.loads(cache.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             known = {}
+    if not isinstance(known, dict):
+        known = {}
     total, changed = 0, False
     for path in paths:
         try:
@@ -82,7 +84,7 @@ def count_records(paths: Sequence[str], cache: Path | None = None) -> int:
             ) from None
         key, stamp = os.path.abspath(path), [status.st_size, status.st_mtime_ns]
         entry = known.get(key)
-        if not (isinstance(entry, dict) and entry.get("stamp") == stamp):
+        if not (isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("records"), int)):
             entry = {"stamp": stamp, "records": _count(Path(path))}
             known[key], changed = entry, True
         total += int(entry["records"])
@@ -99,7 +101,7 @@ def count_records(paths: Sequence[str], cache: Path | None = None) -> int:
 def _count(path: Path) -> int:
     if path.name.endswith(".jsonl"):
         try:
-            with open(path, "rb") as file:
+            with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
                 return sum(1 for line in file if line.strip())
         except OSError as exc:
             raise EyasError(f"data.prompts: {path} cannot be read ({exc.strerror})") from None

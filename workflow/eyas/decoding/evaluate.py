@@ -16,11 +16,11 @@ from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.dataset import HiddenStates
 from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
-from eyas.extraction.manifest import Manifest
+from eyas.extraction.manifest import Manifest, require, require_target
 from eyas.jobs import Progress
 from eyas.shards import is_held_out, shards_of, write_json, write_lock
-from eyas.target.model import TargetModel, load_target
-from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer
+from eyas.target.model import TargetModel, config_hash, load_target
+from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -129,8 +129,10 @@ def evaluate(
                 "no usable held-out row to measure acceptance on; lower data.held_out_every or add rows (the tokens'"
                 " .json files say why rows were skipped)"
             )
-        target = load_target(target_reference, gpus)
         tokenizer = load_tokenizer(target_reference)
+        require_target(manifest, config_hash(target_reference), target_reference.path)
+        require(manifest, **tokenizer_hashes(tokenizer))
+        target = load_target(target_reference, gpus)
         end_ids = end_of_turn_ids(target_reference, tokenizer)
         prompts = _prompts(held_out, tokenizer, settings["prompts"])
         progress = Progress("Plain greedy decoding", len(prompts), "prompts")

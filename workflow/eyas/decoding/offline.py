@@ -13,7 +13,8 @@ _CHUNK = 1024
 
 DEFINITION = (
     "accuracy_by_step[i]: share of draft step i (0-based) that equals the target's own argmax, among supervised"
-    " positions whose earlier steps were all right; tokens outside the draft vocabulary count as wrong."
+    " positions whose earlier steps were all right and whose row follows the target's argmax up to there;"
+    " tokens outside the draft vocabulary count as wrong."
     " expected_acceptance_length for a chain of n: 1 + sum over i < n of the product of the first i+1 accuracies"
 )
 

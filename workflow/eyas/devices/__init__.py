@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,22 +20,28 @@ from eyas.errors import EyasError
 
 log = logging.getLogger(__name__)
 
+LEASE_ROOT = Path("/tmp")
+
 
 def visible_devices() -> list[str]:
     """Ids of the GPUs this process may use: CUDA_VISIBLE_DEVICES (a scheduler's choice), else all."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
-        return [part.strip() for part in given.split(",") if part.strip()]
+        ids = [part.strip() for part in given.split(",") if part.strip()]
+        if "-1" in ids:
+            ids = ids[: ids.index("-1")]
+        return list(dict.fromkeys(ids))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+    return [line.split()[1].rstrip(":") for line in listed.stdout.splitlines() if line.startswith("GPU ")]
 
 
 def lease_folder() -> Path:
     """The folder of lease files of this user on this machine (0700)."""
-    folder = Path(tempfile.gettempdir()) / f"eyas-gpu-leases-{os.getuid()}"
+    # Not $TMPDIR: schedulers give every job one of its own, and leases must meet.
+    folder = LEASE_ROOT / f"eyas-gpu-leases-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise EyasError(f"{folder} belongs to another user; remove it, GPU leases are kept there")

@@ -12,7 +12,7 @@ from torch import Tensor
 from eyas.drafter.checkpoint import Checkpoint, save_checkpoint
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
-from eyas.extraction.manifest import Manifest, require
+from eyas.extraction.manifest import Manifest, require, require_target
 from eyas.target.model import config_hash, load_tensors
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.vocabulary import VocabularyMap
@@ -104,12 +104,7 @@ def initialise(
 ) -> None:
     """Write the epoch-0 checkpoint. Raises EyasError when target, manifest and map do not fit together."""
     config = text_config(target)
-    found_hash = manifest.values["target"]["config_hash"]
-    if found_hash != config_hash(target):
-        raise EyasError(
-            f"{manifest.path}: its states come from a target with config hash {found_hash}, {target.path} has"
-            f" {config_hash(target)}; correct target.path or extract again"
-        )
+    require_target(manifest, config_hash(target), target.path)
     require(manifest, hidden_size=int(config.hidden_size))
     if len(mapping.t2d) != config.vocab_size:
         raise EyasError(

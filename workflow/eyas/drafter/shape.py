@@ -113,6 +113,7 @@ class DrafterShape:
                 " target's)"
             )
         rope = getattr(target_config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)  # targets that have one for each kind of layer
         theta = rope.get("rope_theta") or getattr(target_config, "rope_theta", None) or 10000.0
         return cls(
             vocab_size=int(target_config.vocab_size),

@@ -16,8 +16,9 @@ from eyas.drafter.initialise import load_head
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import StepCounts, ttt_loss
 from eyas.errors import EyasError
-from eyas.extraction.manifest import Manifest
+from eyas.extraction.manifest import Manifest, require_target
 from eyas.jobs import Progress
+from eyas.target.model import config_hash
 from eyas.target.tokenizer import TargetReference
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def train_epoch(
             f"{previous}: was trained on other data (manifest {checkpoint.facts['manifest_digest']}, now"
             f" {manifest.digest}); delete the drafter's folder and run snakemake again"
         )
+    require_target(manifest, config_hash(target), target.path)
     torch.use_deterministic_algorithms(device.type == "cpu")
     data = HiddenStates(manifest, tokens_folder)
     rows = data.select(held_out_every, held_out=False)

@@ -34,11 +34,16 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
         for path in sorted(shards, key=lambda p: Shard.parse(p.stem)):
             shard = Shard.parse(path.stem)
             facts = read_json(path.with_suffix(".json"), "shard sidecar")
+            if not isinstance(facts, dict):
+                raise EyasError(f"{path}: its sidecar holds no JSON object; delete it and run snakemake again")
             if facts.get("format_version") != SHARD_VERSION:
                 raise EyasError(
                     f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run"
                     " snakemake again"
                 )
+            needed = (*_COMMON, "rows", "skipped", "tokens", "bytes", "checksum", "tokens_checksum")
+            if lacking := [key for key in needed if key not in facts]:
+                raise EyasError(f"{path}: its sidecar lacks {', '.join(lacking)}; delete both and run snakemake again")
             if shard.start != expected_start:
                 raise EyasError(
                     f"{path}: starts at row {shard.start}, but the shard before ends at {expected_start}; run"
@@ -140,6 +145,16 @@ def read_manifest(path: Path) -> Manifest:
     except (KeyError, TypeError) as exc:
         raise EyasError(f"{path}: damaged ({exc} is missing or wrong); delete it and run snakemake again") from None
     return Manifest(path, values)
+
+
+def require_target(manifest: Manifest, config_hash: str, path: str) -> None:
+    """Raise EyasError when the manifest's states come from another target than the one at hand."""
+    found = manifest.values["target"]["config_hash"]
+    if found != config_hash:
+        raise EyasError(
+            f"{manifest.path}: its states come from a target with config hash {found}, {path} has {config_hash};"
+            " correct target.path, or delete the run's hidden_states and run snakemake again"
+        )
 
 
 def require(manifest: Manifest, **expected: Any) -> None:

@@ -129,7 +129,9 @@ def extract_shard(
                     "%s: %d rows, %d tokens, %d bytes allocated.",
                     output.stem, len(tokens), len(tokens.input_ids), layout.nbytes,
                 )  # fmt: skip
-                seconds = _fill(_Writer(file, tokens, dtype), target, layers, batch_tokens, gpus, journal, output.stem)
+                seconds, captured = _fill(
+                    _Writer(file, tokens, dtype), target, layers, batch_tokens, gpus, journal, output.stem
+                )
         described = describe_file(staging / output.name)
         write_json(
             staging / sidecar.name,
@@ -148,7 +150,7 @@ def extract_shard(
                 **described,
                 "skipped": token_facts["skipped"],
                 "seconds": round(seconds, 3),
-                "tokens_per_second": round(len(tokens.input_ids) / max(seconds, 1e-9), 1),
+                "tokens_per_second": round(captured / seconds, 1) if seconds else None,
                 "files": {output.name: described},
             },
         )
@@ -164,8 +166,8 @@ def _fill(
     gpus: int,
     journal: Journal,
     name: str,
-) -> float:
-    """Run the batches that the journal does not have; returns the seconds it took."""
+) -> tuple[float, int]:
+    """Run the batches that the journal does not have; returns the seconds it took, and their tokens."""
     from eyas.extraction.engines.transformers import capture_rows, check_head, plan_batches
     from eyas.target.model import load_target
 
@@ -176,7 +178,7 @@ def _fill(
     already = sum(int(tokens.lengths[i]) for b in batches if b not in missing for i in b)
     writer.write_index()
     if not missing:
-        return 0.0
+        return 0.0, 0
     model = load_target(target, gpus)
     check_head(model)
     progress = Progress(f"Hidden states {name}", len(tokens.input_ids), "tokens", already=already)
@@ -188,4 +190,4 @@ def _fill(
         journal.append(*({"row": int(tokens.row_ids[index])} for index, _ in captured))
         progress.advance(sum(len(row.target_token) for _, row in captured))
     log.info("%s.", progress.line())
-    return progress.seconds
+    return progress.seconds, len(tokens.input_ids) - already

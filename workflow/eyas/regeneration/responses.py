@@ -91,7 +91,8 @@ class _Generation:
         for turn in range(max((user_turns(row) for row in rows), default=0)):
             pending = []
             for row in rows:
-                if skipped[row.row] is None and turn < user_turns(row):
+                cut_off = row.row in last and last[row.row]["finish"] == "length"
+                if skipped[row.row] is None and turn < user_turns(row) and not cut_off:
                     ids = self.prompt_ids(_history(row, replies[row.row]))
                     if len(ids) + 1 > self.settings["max_length"]:
                         skipped[row.row] = f"too long: the prompt of turn {turn + 1} has {len(ids)} tokens"
@@ -145,7 +146,8 @@ class _Generation:
             return Row(row.row, row.source, skipped=skipped or row.skipped)
         if skipped is not None:
             return Row(row.row, row.source, [], skipped, last["finish"], last["tokens"])
-        messages = _history(row, replies)
+        # A kept answer that was cut off ends the conversation: the target never ended its turn.
+        messages = _history(row, replies[:-1])
         messages.append({"role": "assistant", "content": replies[-1]})
         return Row(row.row, row.source, messages, None, last["finish"], last["tokens"])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from eyas.errors import EyasError
 
-_NAME = re.compile(r"^rows_(\d+)-(\d+)$")
+_NAME = re.compile(r"rows_(0|[1-9][0-9]*)-([1-9][0-9]*)")
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +30,7 @@ class Shard:
     @classmethod
     def parse(cls, name: str) -> Shard:
         """`rows_0-500` -> Shard(0, 500); raises EyasError for anything else."""
-        match = _NAME.match(name)
+        match = _NAME.fullmatch(name)
         if not match or int(match[1]) >= int(match[2]):
             raise EyasError(f"{name!r} is no shard name; shards are named rows_START-END with START < END")
         return cls(int(match[1]), int(match[2]))

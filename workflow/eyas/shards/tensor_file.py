@@ -100,7 +100,7 @@ class TensorFileWriter:
                         " space or put `results` on a larger disk, then run the same command again"
                     ) from None
                 raise
-            self._write(self.layout.header, 0)
+        self._write(self.layout.header, 0)  # also into a file whose maker was killed before this line
         return self
 
     def write_rows(self, name: str, first_row: int, data: memoryview | bytes) -> None:
@@ -149,16 +149,23 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
             entries = json.loads(file.read(length))
         metadata = entries.pop("__metadata__", {})
         specs, end = {}, 0
+        if not isinstance(metadata, dict):
+            raise EyasError(damaged)
+        entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
         for name, entry in entries.items():
             begin, stop = entry["data_offsets"]
             spec = TensorSpec(entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
-            if spec.nbytes != stop - begin or begin < 0 or any(n < 0 for n in spec.shape):
+            if (
+                any(type(n) is not int or n < 0 for n in (begin, stop, *spec.shape))
+                or begin != end
+                or spec.nbytes != stop - begin
+            ):
                 raise EyasError(damaged)
-            specs[name], end = spec, max(end, stop)
+            specs[name], end = spec, stop
         if 8 + length + end != size:
             raise EyasError(damaged)
     except FileNotFoundError:
         raise EyasError(f"{path}: this file is missing; run snakemake to build it") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise EyasError(damaged) from None
     return specs, metadata

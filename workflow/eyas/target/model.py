@@ -24,10 +24,11 @@ def config_hash(target: TargetReference) -> str:
     import transformers
 
     try:
-        values = transformers.AutoConfig.from_pretrained(target.path, **target.source).to_dict()
+        # The file's own values: those that AutoConfig fills in change with transformers' version.
+        values, _ = transformers.PretrainedConfig.get_config_dict(target.path, revision=target.revision)
     except Exception as exc:
         raise unreadable(target, "config.json", exc) from None
-    for key in ("_name_or_path", "_model_name_or_path", "transformers_version"):
+    for key in ("_name_or_path", "_model_name_or_path", "_commit_hash", "transformers_version"):
         values.pop(key, None)
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)
     return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"

@@ -64,13 +64,14 @@ def _copy_member(archive: Path, member: str, to: Path) -> None:
             with zipfile.ZipFile(archive) as zipped:
                 copy(zipped.open(member))
     except KeyError:
-        raise EyasError(
-            f"{archive.name} has no file {member}; correct `member` in the configuration's packages"
-        ) from None
+        raise EyasError(f"packages: {archive.name} has no file {member}; correct `member` or `archive`") from None
 
 
 def fetch_packaged_file(package: str, kind: str, member: str, sha256: str, output: Path) -> None:
-    """Put `member` of the archive (`kind`: wheel, sdist) of `package` (`name==version`) at `output`, if its checksum is right."""
+    """Put `member` of `package` (`name==version`) at `output`, if its checksum is right.
+
+    `kind` is the archive that carries it: `wheel` or `sdist`. Raises EyasError.
+    """
     with write_lock(output), atomic_path(output) as partial:
         source = _installed(package, member)
         if source:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from eyas.errors import EyasError
+
+
+# Templates that say themselves what the assistant writes.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class UnusableRow(Exception):
@@ -57,20 +62,23 @@ def encode(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64).reshape(-1)
-    if "{% generation %}" in tokenizer.chat_template or "{%- generation %}" in tokenizer.chat_template:
+    if _GENERATION.search(str(tokenizer.chat_template)):
         marked = tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         if list(marked["input_ids"]) != ids.tolist():
             raise EyasError("the tokenizer gives other ids for the template's rendering than for its text")
         mask = np.asarray(marked["assistant_masks"], dtype=np.uint8)
+        last_begin: int | None = 0
     else:
         mask = np.zeros(len(ids), dtype=np.uint8)
-        for begin, end in _assistant_spans(tokenizer, messages, text):
+        spans = _assistant_spans(tokenizer, messages, text)
+        last_begin = spans[-1][0] if spans and spans[-1][1] == len(text) else None  # is the last turn supervised?
+        for begin, end in spans:
             inside = np.flatnonzero((starts >= begin) & (starts < end))
             ends = inside[np.isin(ids[inside], end_ids)]
             mask[inside[inside <= ends[-1]] if len(ends) else inside] = 1
-    if cut_off and mask.any():
+    if cut_off and mask.any() and last_begin is not None:
         last = int(np.flatnonzero(mask)[-1])
         length = last if ids[last] in end_ids else last + 1
         ids, mask = ids[:length], mask[:length]
