@@ -11,7 +11,7 @@ from snakemake.exceptions import WorkflowError
 sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from eyas.errors import EyasError
-from eyas.plan import plan_run, prepare_environment
+from eyas.plan import hold_working_folder, plan_run, prepare_environment
 
 prepare_environment(Path(workflow.basedir))
 
@@ -32,6 +32,11 @@ try:
     )
 except EyasError as exc:
     raise WorkflowError(f"The configuration cannot be used:\n{exc}")
+
+
+# Held until this process ends: a lock that a killed Snakemake left is known by nobody holding it.
+if workflow.is_main_process and not workflow.dryrun:
+    WORKING_FOLDER = hold_working_folder(Path(".snakemake"))
 
 
 include: "rules/common.smk"

@@ -80,10 +80,22 @@ def test_the_job_of_a_killed_snakemake_and_its_successor(finished: Workdir, refe
     shutil.rmtree(finished.run_folder / "logs")
     lock = finished.run_folder / "hidden_states" / f".{SHARD}.safetensors.lock"
     finished.kill_during(lock.exists, "--", goal, only_snakemake=True)
-    finished.run("--unlock")
     finished.run("--", goal)
     assert finished.digests() == reference.digests()
     assert finished.leftovers() == []
+
+
+def test_a_second_snakemake_in_the_same_folder_is_refused_while_the_first_runs(finished: Workdir) -> None:
+    goal = f"results/tiny/hidden_states/{SHARD}.safetensors"
+    remove(finished, [f"hidden_states/{SHARD}.safetensors", f"hidden_states/{SHARD}.json"])
+    first = subprocess.Popen(finished.command("--", goal), cwd=finished.path, stderr=subprocess.PIPE, text=True)
+    lock = finished.run_folder / "hidden_states" / f".{SHARD}.safetensors.lock"
+    while not lock.exists():
+        assert first.poll() is None
+        time.sleep(0.002)
+    second = finished.snakemake("--", goal)
+    assert second.code == 1 and "cannot be locked" in second.text
+    assert first.wait(timeout=300) == 0, first.stderr.read()[-3000:]
 
 
 def test_two_jobs_for_one_output_write_it_once(finished: Workdir, reference: Workdir) -> None:

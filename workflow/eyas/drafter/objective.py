@@ -117,7 +117,7 @@ def ttt_loss(
     picks = [counted[step].nonzero()[:, 0] for step in range(steps)]
     hidden = torch.cat([state.index_select(0, pick) for state, pick in zip(states, picks, strict=True)])
     if len(hidden) == 0:
-        return hidden.sum() * 0.0, 0, StepCounts.zero(steps)
+        return hidden.sum() * 0.0, 0, StepCounts.of(found, torch.full_like(found.goal, -1))
     # The teacher of (t, i) speaks at t+1+i: once for each such position, not once for each step.
     speaks = torch.cat([flat.index_select(0, pick) + 1 + step for step, pick in enumerate(picks)])
     speakers, teacher_row = speaks.unique(return_inverse=True)

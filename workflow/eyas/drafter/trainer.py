@@ -125,6 +125,7 @@ def train_epoch(
         loss, counted, chained = ttt_loss(
             drafter, batch, teacher_head, draft_ids, settings["ttt_steps"], settings["loss_decay"]
         )
+        counts += chained
         if counted:
             loss.backward()
             parameters = [p for p in drafter.parameters() if p.grad is not None]
@@ -136,7 +137,6 @@ def train_epoch(
                 )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            counts += chained
             loss_sum, counted_batches = loss_sum + float(loss), counted_batches + 1
             recent = float(loss) if math.isnan(recent) else 0.9 * recent + 0.1 * float(loss)
         step += 1
@@ -144,6 +144,11 @@ def train_epoch(
             len(batch.tokens),
             f"loss {recent:.3f}, first-step accuracy {counts.accuracy[0] or 0:.3f},"
             f" expected acceptance length {counts.acceptance_length():.2f}",
+        )
+    if not counted_batches:
+        raise EyasError(
+            f"no usable training row: no position of {len(rows)} rows predicts a supervised token that the draft"
+            " vocabulary holds; raise draft_vocab_size, or look at the masks in the run's tokens"
         )
     record = {
         "epoch": epoch,

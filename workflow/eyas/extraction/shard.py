@@ -24,7 +24,7 @@ from eyas.shards import (
     write_json,
     write_lock,
 )
-from eyas.shards.files import publish
+from eyas.shards.files import publish, remove_folder
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
 from eyas.versions import VERSIONS
@@ -116,15 +116,20 @@ def extract_shard(
             return
         tokens = read_tokens(tokens_file)
         staging = output.parent / ".staging" / output.stem
+        staged = staging / output.name
+        layout = shard_layout(len(tokens.input_ids), len(tokens), hidden_size, dtype)
+        if not staged.exists() or staged.stat().st_size != layout.nbytes:
+            # A journal counts only beside the file it is about.
+            remove_folder(staging)
         with Journal(staging, fingerprint(job=mark, batch_tokens=batch_tokens)) as journal:
-            layout = shard_layout(len(tokens.input_ids), len(tokens), hidden_size, dtype)
-            if not (staging / output.name).exists():
+            if not staged.exists():
                 ensure_free(staging, layout.nbytes, f"Shard {output.stem}")
             elif journal.records:
                 log.info(
-                    "Resuming %s: %d of %d rows are there from before.", output.stem, len(journal.records), len(tokens)
-                )
-            with TensorFileWriter(staging / output.name, layout) as file:
+                    "Resuming %s: %d of %d rows are there from before.",
+                    output.stem, len(journal.records), len(tokens),
+                )  # fmt: skip
+            with TensorFileWriter(staged, layout) as file:
                 log.info(
                     "%s: %d rows, %d tokens, %d bytes allocated.",
                     output.stem, len(tokens), len(tokens.input_ids), layout.nbytes,
@@ -132,7 +137,7 @@ def extract_shard(
                 seconds, captured = _fill(
                     _Writer(file, tokens, dtype), target, layers, batch_tokens, gpus, journal, output.stem
                 )
-        described = describe_file(staging / output.name)
+        described = describe_file(staged)
         write_json(
             staging / sidecar.name,
             {
@@ -154,7 +159,7 @@ def extract_shard(
                 "files": {output.name: described},
             },
         )
-        publish({staging / output.name: output, staging / sidecar.name: sidecar}, staging)
+        publish({staged: output, staging / sidecar.name: sidecar}, staging)
         log.info("Wrote %s: %d rows, %d tokens, %d bytes.", output, len(tokens), len(tokens.input_ids), layout.nbytes)
 
 

@@ -104,11 +104,14 @@ class _Generation:
             for start in range(0, len(pending), batch_rows):
                 batch = pending[start : start + batch_rows]
                 if not all((number, turn) in done for number, _ in batch):
+                    counted = 0.0  # turns of this batch that its steps so far come to
 
                     def on_tokens(made: int) -> None:
-                        nonlocal tokens
+                        nonlocal tokens, counted
                         tokens += made
-                        progress.advance(0, f"{tokens / max(progress.seconds, 1e-9):,.0f} tok/s")
+                        share = made / self.settings["max_new_tokens"]
+                        counted += share
+                        progress.advance(share, f"{tokens / max(progress.seconds, 1e-9):,.0f} tok/s")
 
                     keys = [number * 1000 + turn for number, _ in batch]
                     made = generate(self.model, [ids for _, ids in batch], self.end_ids, self.sampling, keys, on_tokens)
@@ -124,7 +127,7 @@ class _Generation:
                     ]
                     journal.append(*records)
                     done.update({(r["row"], r["turn"]): r for r in records})
-                    progress.advance(len(batch), f"{tokens / max(progress.seconds, 1e-9):,.0f} tok/s")
+                    progress.advance(len(batch) - counted, f"{tokens / max(progress.seconds, 1e-9):,.0f} tok/s")
                 for number, _ in batch:
                     record = done[number, turn]
                     replies[number].append(record["text"])

@@ -10,7 +10,6 @@ import numpy as np
 
 from eyas.errors import EyasError
 
-
 # Templates that say themselves what the assistant writes.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

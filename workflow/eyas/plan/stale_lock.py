@@ -1,0 +1,40 @@
+"""After a SIGKILL Snakemake leaves its folder locked; the next run sees that nobody holds it any more."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def hold_working_folder(records: Path) -> int | None:
+    """Mark this process as the Snakemake that works in the folder of `records` (`.snakemake`).
+
+    The mark is an flock, which the kernel drops with its process. Whoever gets it knows that
+    no other Snakemake of Eyas runs here, so that lock files which are there all the same were
+    left by a killed one: they are removed, and the same command goes on without `--unlock`.
+    Jobs that outlived their Snakemake are no danger, they hold the locks of what they write.
+
+    Returns the descriptor that holds the mark, or None when another process has it (then
+    Snakemake's own lock, which is not touched, refuses the second run).
+    """
+    try:
+        records.mkdir(exist_ok=True)
+        fd = os.open(records / "eyas.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return None  # a read-only folder: Snakemake itself will say so
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    locks = records / "locks"
+    if locks.is_dir() and any(locks.iterdir()):
+        shutil.rmtree(locks, ignore_errors=True)
+        locks.mkdir(exist_ok=True)
+        log.warning("A Snakemake that was killed had left this folder locked; its lock is removed.")
+    return fd
