@@ -25,18 +25,13 @@ if not workflow.overwrite_configfiles:
 
 
 try:
-    PLAN = plan_run(
-        config,
-        ", ".join(map(str, workflow.configfiles)) or "configuration",
-        check_writable=not workflow.dryrun,
-    )
+    PLAN = plan_run(config, ", ".join(map(str, workflow.configfiles)) or "configuration")
 except EyasError as exc:
     raise WorkflowError(f"The configuration cannot be used:\n{exc}")
 
 
-# Held until this process ends: a lock that a killed Snakemake left is known by nobody holding it.
-if workflow.is_main_process and not workflow.dryrun:
-    WORKING_FOLDER = hold_working_folder(Path(".snakemake"))
+# Held until this process ends: nobody holding it means that a lock in here is a killed Snakemake's.
+WORKING_FOLDER = hold_working_folder(Path(".snakemake")) if workflow.is_main_process else None
 
 
 include: "rules/common.smk"
@@ -74,8 +69,13 @@ rule all:
         f"{RUN}/summary.txt",
 
 
+onstart:
+    # A dry run may have had it in the moment when this run began.
+    WORKING_FOLDER = WORKING_FOLDER or hold_working_folder(Path(".snakemake"), patience=30)
+
+
 onsuccess:
-    if not workflow.dryrun and os.path.isfile(f"{RUN}/summary.txt"):
+    if os.path.isfile(f"{RUN}/summary.txt"):
         print(Path(f"{RUN}/summary.txt").read_text(encoding="utf-8"), file=sys.stderr)
 
 

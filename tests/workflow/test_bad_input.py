@@ -45,7 +45,7 @@ def test_configuration(workdir: Workdir, path: str, value: object, words: list[s
 
 def test_results_that_cannot_be_written(workdir: Workdir) -> None:
     workdir.settings["results"] = "/proc/eyas"
-    refused(workdir.snakemake(), "results", "/proc/eyas", "cannot write")
+    refused(workdir.dry_run(), "results: cannot write in /proc")
 
 
 def test_a_prompt_file_that_is_shorter_or_empty(workdir: Workdir) -> None:

@@ -95,10 +95,10 @@ def _json(values: Any) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
-def plan_run(values: Mapping[str, Any], source: str, check_writable: bool = False) -> RunPlan:
+def plan_run(values: Mapping[str, Any], source: str) -> RunPlan:
     """Check a configuration against itself, the target and the disk; raises EyasError with every key's path.
 
-    `check_writable` creates the results folder; without it (a dry run) nothing is touched.
+    Leaves nothing on the disk: whether this is a dry run is not known when the Snakefile is read.
     """
     config = check_config(values, source)
     try:
@@ -107,7 +107,7 @@ def plan_run(values: Mapping[str, Any], source: str, check_writable: bool = Fals
         if sizes:
             check_against_target(config, sizes)
         rows = _count_rows(config)
-        _check_results(config.results, check_writable)
+        _check_results(config.results)
     except EyasError as exc:
         raise EyasError("\n".join(f"{source}: {line}" for line in str(exc).splitlines())) from None
     return RunPlan(config, rows, sizes)
@@ -154,7 +154,7 @@ def _count_rows(config: Config) -> int:
     return rows
 
 
-def _check_results(results: str, create: bool) -> None:
+def _check_results(results: str) -> None:
     """Whether results can be written there."""
     advice = "name a folder that you can write to"
     existing = Path(results).absolute()
@@ -162,12 +162,8 @@ def _check_results(results: str, create: bool) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise EyasError(f"results: {existing} is a file; {advice}")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise EyasError(f"results: no permission to write in {existing}; {advice}")
-    if create:
-        try:
-            Path(results).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=results):
-                pass
-        except OSError as exc:
-            raise EyasError(f"results: cannot write in {results} ({exc.strerror}); {advice}") from None
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as exc:
+        raise EyasError(f"results: cannot write in {existing} ({exc.strerror}); {advice}") from None

@@ -6,12 +6,13 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
-def hold_working_folder(records: Path) -> int | None:
+def hold_working_folder(records: Path, patience: float = 0.0) -> int | None:
     """Mark this process as the Snakemake that works in the folder of `records` (`.snakemake`).
 
     The mark is an flock, which the kernel drops with its process. Whoever gets it knows that
@@ -19,19 +20,24 @@ def hold_working_folder(records: Path) -> int | None:
     left by a killed one: they are removed, and the same command goes on without `--unlock`.
     Jobs that outlived their Snakemake are no danger, they hold the locks of what they write.
 
-    Returns the descriptor that holds the mark, or None when another process has it (then
-    Snakemake's own lock, which is not touched, refuses the second run).
+    Returns the descriptor that holds the mark, or None when another process still has it after
+    `patience` seconds (then Snakemake's own lock, which is not touched, refuses the second run).
     """
     try:
         records.mkdir(exist_ok=True)
         fd = os.open(records / "eyas.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:
         return None  # a read-only folder: Snakemake itself will say so
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() >= give_up:
+                os.close(fd)
+                return None
+            time.sleep(0.2)
     locks = records / "locks"
     if locks.is_dir() and any(locks.iterdir()):
         shutil.rmtree(locks, ignore_errors=True)
