@@ -11,7 +11,7 @@ from snakemake.exceptions import WorkflowError
 sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from eyas.errors import EyasError
-from eyas.plan import hold_working_folder, plan_run, prepare_environment
+from eyas.plan import WorkingFolder, plan_run, prepare_environment
 
 prepare_environment(Path(workflow.basedir))
 
@@ -31,7 +31,9 @@ except EyasError as exc:
 
 
 # Held until this process ends: nobody holding it means that a lock in here is a killed Snakemake's.
-WORKING_FOLDER = hold_working_folder(Path(".snakemake")) if workflow.is_main_process else None
+WORKING_FOLDER = WorkingFolder(Path(".snakemake"))
+if workflow.is_main_process and WORKING_FOLDER.hold():
+    WORKING_FOLDER.drop_stale_lock()
 
 
 include: "rules/common.smk"
@@ -71,7 +73,8 @@ rule all:
 
 onstart:
     # A dry run may have had it in the moment when this run began.
-    WORKING_FOLDER = WORKING_FOLDER or hold_working_folder(Path(".snakemake"), patience=30)
+    if workflow.is_main_process:
+        WORKING_FOLDER.hold(patience=30)
 
 
 onsuccess:

@@ -2,6 +2,6 @@
 
 from eyas.plan.run import RunPlan, plan_run
 from eyas.plan.scripts import prepare_environment
-from eyas.plan.stale_lock import hold_working_folder
+from eyas.plan.stale_lock import WorkingFolder
 
-__all__ = ["RunPlan", "hold_working_folder", "plan_run", "prepare_environment"]
+__all__ = ["RunPlan", "WorkingFolder", "plan_run", "prepare_environment"]

@@ -12,35 +12,48 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-def hold_working_folder(records: Path, patience: float = 0.0) -> int | None:
-    """Mark this process as the Snakemake that works in the folder of `records` (`.snakemake`).
+class WorkingFolder:
+    """This process's claim to be the Snakemake that works in the folder of `records` (`.snakemake`).
 
-    The mark is an flock, which the kernel drops with its process. Whoever gets it knows that
+    The claim is an flock, which the kernel drops with its process. Whoever gets it knows that
     no other Snakemake of Eyas runs here, so that lock files which are there all the same were
     left by a killed one: they are removed, and the same command goes on without `--unlock`.
     Jobs that outlived their Snakemake are no danger, they hold the locks of what they write.
-
-    Returns the descriptor that holds the mark, or None when another process still has it after
-    `patience` seconds (then Snakemake's own lock, which is not touched, refuses the second run).
     """
-    try:
-        records.mkdir(exist_ok=True)
-        fd = os.open(records / "eyas.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:
-        return None  # a read-only folder: Snakemake itself will say so
-    give_up = time.monotonic() + patience
-    while True:
+
+    def __init__(self, records: Path) -> None:
+        self.records = records
+        self.fd: int | None = None
+
+    def hold(self, patience: float = 0.0) -> bool:
+        """Claim the folder until the process ends; False when another still has it after `patience` seconds.
+
+        Then Snakemake's own lock, which is not touched, refuses the second run.
+        """
+        if self.fd is not None:
+            return True
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            self.records.mkdir(exist_ok=True)
+            fd = os.open(self.records / "eyas.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError:
-            if time.monotonic() >= give_up:
-                os.close(fd)
-                return None
-            time.sleep(0.2)
-    locks = records / "locks"
-    if locks.is_dir() and any(locks.iterdir()):
-        shutil.rmtree(locks, ignore_errors=True)
-        locks.mkdir(exist_ok=True)
-        log.warning("A Snakemake that was killed had left this folder locked; its lock is removed.")
-    return fd
+            return False  # a read-only folder: Snakemake itself will say so
+        give_up = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= give_up:
+                    os.close(fd)
+                    return False
+                time.sleep(0.2)
+        self.fd = fd
+        return True
+
+    def drop_stale_lock(self) -> None:
+        """Remove what a killed Snakemake left, if the folder is ours."""
+        locks = self.records / "locks"
+        if self.fd is not None and locks.is_dir() and any(locks.iterdir()):
+            shutil.rmtree(locks, ignore_errors=True)
+            locks.mkdir(exist_ok=True)
+            log.warning("A Snakemake that was killed had left this folder locked; its lock is removed.")
