@@ -16,9 +16,15 @@ SHARD = "rows_20-40"
 # stage: (its outputs, what the log or journal holds when it is in the middle)
 STAGES = {
     "prompts": (["prompts"], ("logs/prompts.log", "")),
-    "responses": (["conversations"], (f"conversations/.staging/{SHARD}/journal.jsonl", '"row"')),
-    "tokens": (["tokens"], (f"logs/tokens/{SHARD}.log", "")),
-    "hidden_states": (["hidden_states"], (f"hidden_states/.staging/{SHARD}/journal.jsonl", '"row"')),
+    "responses": (
+        [f"conversations/{SHARD}.jsonl", f"conversations/{SHARD}.json"],
+        (f"conversations/.staging/{SHARD}/journal.jsonl", '"row"'),
+    ),
+    "tokens": ([f"tokens/{SHARD}.safetensors", f"tokens/{SHARD}.json"], (f"logs/tokens/{SHARD}.log", "")),
+    "hidden_states": (
+        [f"hidden_states/{SHARD}.safetensors", f"hidden_states/{SHARD}.json"],
+        (f"hidden_states/.staging/{SHARD}/journal.jsonl", '"row"'),
+    ),
     "manifest": (["hidden_states/data_config.json"], ("logs/manifest.log", "")),
     "vocabulary": (["vocab_map"], ("logs/vocab_map/100.log", "")),
     "initialisation": (["drafters/small/epoch_0"], ("logs/small/epoch_0.log", "")),
