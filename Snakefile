@@ -11,7 +11,7 @@ from snakemake.exceptions import WorkflowError
 sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from eyas.errors import EyasError
-from eyas.plan import WorkingFolder, plan_run, prepare_environment
+from eyas.plan import WorkingFolder, is_dry_run, plan_run, prepare_environment
 
 prepare_environment(Path(workflow.basedir))
 
@@ -32,7 +32,7 @@ except EyasError as exc:
 
 # Held until this process ends: nobody holding it means that a lock in here is a killed Snakemake's.
 WORKING_FOLDER = WorkingFolder(Path(".snakemake"))
-if workflow.is_main_process and WORKING_FOLDER.hold():
+if workflow.is_main_process and not is_dry_run(sys.argv[1:]) and WORKING_FOLDER.hold():
     WORKING_FOLDER.drop_stale_lock()
 
 
@@ -72,7 +72,7 @@ rule all:
 
 
 onstart:
-    # A dry run may have had it in the moment when this run began.
+    # Another run that was just ending may have had it in the moment when this one began.
     if workflow.is_main_process:
         WORKING_FOLDER.hold(patience=30)
 

@@ -13,12 +13,14 @@ rule number_prompts:
         f"{RUN}/benchmarks/prompts.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    resources:
+        # No param: tolerating more bad records changes nothing in the shards that were written.
+        max_bad_rows=CONFIG.data.max_bad_rows,
     params:
         version=PLAN.versions["prompts"],
         rows=PLAN.rows,
         shard_rows=CONFIG.data.shard_rows,
-        max_bad_rows=CONFIG.data.max_bad_rows,
     shell:
         'python "$EYAS_SCRIPTS"/number_prompts.py --log {log:q} --label prompts --prompts {input:q} '
-        "--rows {params.rows} --shard-rows {params.shard_rows} --max-bad-rows {params.max_bad_rows} "
+        "--rows {params.rows} --shard-rows {params.shard_rows} --max-bad-rows {resources.max_bad_rows} "
         "--output {output.index:q}"

@@ -34,7 +34,8 @@ if CONFIG.target.gguf:
         conda:
             "../workflow/envs/eyas.yaml"
         params:
-            folder=lambda wildcards, output: os.path.dirname(output[0]),
+            version=PLAN.versions["target"],
+        folder=lambda wildcards, output: os.path.dirname(output[0]),
         shell:
             'python "$EYAS_SCRIPTS"/convert_gguf.py --log {log:q} --label target --threads {threads} '
             "--gguf {input:q} --output {params.folder:q}"

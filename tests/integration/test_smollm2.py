@@ -40,6 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(0)
 def test_states_are_those_of_transformers(run: Path) -> None:
     """A row of a shard against a plain forward pass with all hidden states, in bfloat16's precision."""
     from transformers import AutoModelForCausalLM
@@ -59,6 +60,7 @@ def test_states_are_those_of_transformers(run: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(0)
 def test_decoding_is_lossless_and_the_export_is_complete(run: Path) -> None:
     drafter = run / "results/demo/drafters/eagle3"
     evaluation = json.loads((drafter / "evaluation.json").read_text())
@@ -72,6 +74,7 @@ def test_decoding_is_lossless_and_the_export_is_complete(run: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(0)
 def test_verify_agrees(run: Path) -> None:
     command = [sys.executable, "-m", "eyas.cli.main", "verify", "demo", "--json"]
     done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=300)

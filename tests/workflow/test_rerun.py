@@ -146,3 +146,18 @@ def test_gpus_are_declared_and_a_clamped_demand_is_an_error(workdir: Workdir) ->
     assert result.code == 1
     assert "this job needs gpu=2, but Snakemake's pool gave it 1" in result.text
     assert "Traceback" not in result.text
+
+
+def test_a_hub_target_needs_no_local_file(workdir: Workdir) -> None:
+    """`owner/name` with a revision: planned without a network, handed to from_pretrained by the jobs."""
+    sizes = {"vocab_size": 1000, "num_hidden_layers": 12, "hidden_size": 64}
+    workdir.settings["target"] = {"path": "owner/model", "revision": "v1", "expect": sizes}
+    result = workdir.dry_run()
+    assert result.code == 0 and result.jobs["extract"] == 2
+    assert '"path":"owner/model","revision":"v1","trust_remote_code":false' in result.text
+    workdir.settings["extraction"]["layers"] = [1, 5, 12]
+    assert "extraction.layers" in workdir.dry_run().text
+    del workdir.settings["extraction"]["layers"]
+    failed = workdir.snakemake("results/tiny/tokens/rows_0-20.json")  # the tests are offline
+    assert failed.code == 1 and "target.path: owner/model is no local folder" in failed.text
+    assert "Traceback" not in failed.text

@@ -2,6 +2,7 @@
 and what depends on it, while other changes of the code re-run nothing."""
 
 VERSIONS = {
+    "target": 1,
     "prompts": 1,
     "conversations": 1,
     "tokens": 1,

@@ -37,7 +37,7 @@ def _version(package: str) -> str | None:
 
 def _existing(folder: Path) -> Path:
     folder = folder.absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # Path.exists raises where a parent may not be entered
         folder = folder.parent
     return folder
 

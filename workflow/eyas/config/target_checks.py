@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from eyas.config.schema import Config
+from eyas.config.schema import Config, Drafter
 from eyas.errors import EyasError
 
 
@@ -17,13 +17,15 @@ class TargetSizes:
     vocab_size: int
     num_hidden_layers: int
     hidden_size: int
+    values: dict = field(default_factory=dict, compare=False, repr=False)
+    """The (text) configuration that they come from, as far as there is one."""
 
     @classmethod
     def from_model_config(cls, values: dict, where: str) -> TargetSizes:
         """Sizes from the contents of a config.json; multimodal targets keep them in text_config."""
         text: dict = values["text_config"] if isinstance(values.get("text_config"), dict) else values
         try:
-            return cls(*(int(text[key]) for key in ("vocab_size", "num_hidden_layers", "hidden_size")))
+            return cls(int(text["vocab_size"]), int(text["num_hidden_layers"]), int(text["hidden_size"]), text)
         except (KeyError, TypeError, ValueError) as exc:
             raise EyasError(
                 f"{where}: not a transformers model configuration ({exc} is missing or no number)"
@@ -48,7 +50,7 @@ def default_layers(num_hidden_layers: int) -> list[int]:
 def read_target_sizes(config: Config) -> TargetSizes | None:
     """Sizes of a local target, or the expected ones, or None when nothing is known yet."""
     expect = config.target.expect
-    expected = TargetSizes(expect.vocab_size, expect.num_hidden_layers, expect.hidden_size) if expect else None
+    expected = TargetSizes(**expect.model_dump(), values=expect.model_dump()) if expect else None
     file = Path(config.target.path) / "config.json"
     if not file.is_file():
         if Path(config.target.path).is_dir() and not config.target.gguf:
@@ -64,6 +66,30 @@ def read_target_sizes(config: Config) -> TargetSizes | None:
     if expected and expected != sizes:
         raise EyasError(f"target.expect: says {expected}, but {file} says {sizes}; correct or delete target.expect")
     return sizes
+
+
+_SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def _starts_from_layer(name: str, drafter: Drafter, sizes: TargetSizes) -> list[str]:
+    """Why the drafter cannot start from a target layer, as far as config.json tells."""
+    if drafter.model.init != "target_layer":
+        return []
+    problems = []
+    for key in _SHAPE_KEYS:
+        ours, theirs = getattr(drafter.model, key), sizes.values.get(key)
+        if ours is not None and theirs is not None and ours != theirs:
+            problems.append(
+                f"drafters.{name}.model.{key}: {ours} differs from the target's {theirs}, so the drafter cannot"
+                " start from a target layer; set model.init: random"
+            )
+    if experts := next((key for key in _EXPERT_KEYS if sizes.values.get(key)), None):
+        problems.append(
+            f"drafters.{name}.model.init: target_layer needs a dense last layer, and the target has experts"
+            f" ({experts}: {sizes.values[experts]}); set model.init: random"
+        )
+    return problems
 
 
 def check_against_target(config: Config, sizes: TargetSizes) -> None:
@@ -83,11 +109,6 @@ def check_against_target(config: Config, sizes: TargetSizes) -> None:
                 f"drafters.{name}.draft_vocab_size: {drafter.draft_vocab_size} is larger than the target's"
                 f" vocabulary of {sizes.vocab_size}"
             )
-        width = drafter.model.hidden_size
-        if drafter.model.init == "target_layer" and width not in (None, sizes.hidden_size):
-            problems.append(
-                f"drafters.{name}.model.hidden_size: {width} differs from the target's {sizes.hidden_size},"
-                " so the drafter cannot start from a target layer; set model.init: random"
-            )
+        problems += _starts_from_layer(name, drafter, sizes)
     if problems:
         raise EyasError("\n".join(problems))

@@ -109,6 +109,8 @@ def speculate(
     Every token is the target's argmax after what precedes it, so the output is the target's own.
     """
     cache, ends, drafts = target.new_cache(), set(end_ids), DrafterCache(drafter)
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()  # sliding windows keep what a rejected draft pushed out
     known = torch.tensor([list(prompt)], device=target.device)
     out: list[int] = []
     accepted_by_round: list[int] = []
@@ -132,8 +134,7 @@ def speculate(
                     break
             accepted_by_round.append(min(accepted, len(new)))
             out += new
-            if accepted < draft_steps:
-                cache.crop(-(draft_steps - accepted))  # negative: how many to remove
+            cache.crop(-(draft_steps - accepted))  # negative: how many to remove
             aux = capture.aux()[0, : accepted + 1]
             confirmed = torch.tensor(own[: accepted + 1], device=target.device)
     return Decoded(out, len(accepted_by_round), accepted_by_round)

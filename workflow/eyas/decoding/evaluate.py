@@ -20,7 +20,7 @@ from eyas.extraction.manifest import Manifest, require, require_target
 from eyas.jobs import Progress
 from eyas.shards import is_held_out, shards_of, write_json, write_lock
 from eyas.target.model import TargetModel, config_hash, load_target
-from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
+from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, prompt_ids, tokenizer_hashes
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -96,13 +96,13 @@ def _chain(
     }
 
 
-def _prompts(rows: Sequence[Row], tokenizer: Any, wanted: int) -> list[tuple[int, list[int]]]:
-    """Ids of the first user turns (with their system message) of the first `wanted` usable rows."""
-    prompts = []
-    for row in rows[:wanted]:
-        first = next(i for i, m in enumerate(row.messages) if m["role"] == "user")
-        text = tokenizer.apply_chat_template(row.messages[: first + 1], tokenize=False, add_generation_prompt=True)
-        prompts.append((row.row, list(tokenizer(text, add_special_tokens=False)["input_ids"])))
+def _prompts(rows: Sequence[Row], usable: set[int], tokenizer: Any, wanted: int) -> list[tuple[int, list[int]]]:
+    """Ids of the first user turns (with their system message) of the first `wanted` rows among `usable`."""
+    prompts: list[tuple[int, list[int]]] = []
+    for row in rows:
+        if row.row in usable and len(prompts) < wanted:
+            first = next(i for i, m in enumerate(row.messages) if m["role"] == "user")
+            prompts.append((row.row, prompt_ids(tokenizer, row.messages[: first + 1])))
     return prompts
 
 
@@ -134,7 +134,8 @@ def evaluate(
         require(manifest, **tokenizer_hashes(tokenizer))
         target = load_target(target_reference, gpus)
         end_ids = end_of_turn_ids(target_reference, tokenizer)
-        prompts = _prompts(held_out, tokenizer, settings["prompts"])
+        usable = {int(data.row_ids[i]) for i in rows}  # tokenisation may have skipped more
+        prompts = _prompts(held_out, usable, tokenizer, settings["prompts"])
         progress = Progress("Plain greedy decoding", len(prompts), "prompts")
         references = []
         for _, prompt in prompts:

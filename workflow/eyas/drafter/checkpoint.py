@@ -14,7 +14,7 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
-from eyas.shards import describe_file, read_header, read_json, write_json
+from eyas.shards import describe_file, ensure_free, read_header, read_json, write_json
 from eyas.shards.files import publish
 from eyas.versions import VERSIONS
 
@@ -61,6 +61,7 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, fingerprint: str) -> N
     staging = folder.parent / ".staging" / folder.name
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
+    _ensure_room(checkpoint, staging)
     save_file(served_tensors(checkpoint.weights, checkpoint.shape), staging / MODEL, metadata={"format": "pt"})
     write_json(staging / CONFIG, checkpoint.shape.config_json())
     trained = checkpoint.facts["trained"]
@@ -73,6 +74,14 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, fingerprint: str) -> N
         {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **checkpoint.facts, "files": files},
     )
     publish({staging / name: folder / name for name in FILES}, staging)
+
+
+def _ensure_room(checkpoint: Checkpoint, folder: Path) -> None:
+    """Raise EyasError before anything is written when the disk has no room for the checkpoint."""
+    weights = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in checkpoint.weights.values())
+    masters = sum(4 * checkpoint.weights[name].numel() for name in checkpoint.facts["trained"])
+    moments = sum(t.numel() * t.element_size() for t in checkpoint.moments.values())
+    ensure_free(folder, weights + masters + moments, f"Checkpoint {folder.name}")
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:

@@ -13,7 +13,7 @@ from torch import Tensor
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
 from eyas.shards import is_held_out, map_arrays
-from eyas.tokenization import read_tokens
+from eyas.tokenization import TokenShard, read_tokens
 
 _TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -55,7 +55,8 @@ class HiddenStates:
             states = map_arrays(
                 file, ("aux_hidden_states", "last_hidden_state", "input_ids", "target_token", "offsets", "row_ids")
             )
-            tokens = read_tokens(tokens_folder / file.name)
+            mapped = read_tokens(tokens_folder / file.name)
+            tokens = TokenShard(*(np.array(getattr(mapped, f.name)) for f in fields(mapped)))  # small: into memory
             if not (
                 np.array_equal(states["row_ids"], tokens.row_ids)
                 and np.array_equal(states["offsets"], tokens.offsets)

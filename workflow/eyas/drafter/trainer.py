@@ -139,7 +139,7 @@ def train_epoch(
             optimizer.zero_grad(set_to_none=True)
             loss_sum, counted_batches = loss_sum + float(loss), counted_batches + 1
             recent = float(loss) if math.isnan(recent) else 0.9 * recent + 0.1 * float(loss)
-        step += 1
+            step += 1
         progress.advance(
             len(batch.tokens),
             f"loss {recent:.3f}, first-step accuracy {counts.accuracy[0] or 0:.3f},"

@@ -6,10 +6,13 @@ import argparse
 import errno
 import logging
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from eyas.devices import lease_gpus
 from eyas.errors import EyasError
@@ -50,6 +53,16 @@ def _start_logging(file: Path | None, label: str) -> None:
         root.addHandler(handler)
 
 
+def _allow_many_files() -> None:
+    """Raise the soft limit of open files to the hard one: a shard that is read takes a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            pass
+
+
 def run_job(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None]) -> None:
     """Parse the command line, hold the GPUs, do the work; exits 0, 1 (clear error) or 130 (Ctrl-C)."""
     args = parser.parse_args()
@@ -62,6 +75,7 @@ def run_job(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace]
         _start_logging(args.log, args.label)
     except OSError as exc:
         sys.exit(f"error: {args.log}: {_DISK_ERRORS.get(exc.errno or 0, exc.strerror)}")
+    _allow_many_files()
     started = time.monotonic()
     try:
         with lease_gpus(args.gpu if args.gpu_wanted is None else args.gpu_wanted, args.gpu):
@@ -75,6 +89,9 @@ def run_job(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace]
             log.exception("This is a fault of Eyas or of the machine:")
             sys.exit(1)
         log.error("error: %s: %s", exc.filename or "writing", _DISK_ERRORS[exc.errno])
+        sys.exit(1)
+    except SafetensorError as exc:
+        log.error("error: a safetensors file could not be read or written (%s); is the disk full?", exc)
         sys.exit(1)
     except KeyboardInterrupt:
         log.error("Stopped by the user; finished work is kept, run the same command to go on.")

@@ -2,6 +2,6 @@
 
 from eyas.plan.run import RunPlan, plan_run
 from eyas.plan.scripts import prepare_environment
-from eyas.plan.stale_lock import WorkingFolder
+from eyas.plan.stale_lock import WorkingFolder, is_dry_run
 
-__all__ = ["RunPlan", "WorkingFolder", "plan_run", "prepare_environment"]
+__all__ = ["RunPlan", "WorkingFolder", "is_dry_run", "plan_run", "prepare_environment"]

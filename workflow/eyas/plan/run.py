@@ -49,12 +49,12 @@ class RunPlan:
     @property
     def source_json(self) -> str:
         """Where the target is: all that matters for its tokenizer and its stored weights."""
-        return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code"}))
+        return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code", "gguf"}))
 
     @property
     def target_json(self) -> str:
         """The target as it computes: with its precision."""
-        return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code", "dtype"}))
+        return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code", "gguf", "dtype"}))
 
     @property
     def response_settings(self) -> str:
@@ -158,7 +158,7 @@ def _check_results(results: str) -> None:
     """Whether results can be written there."""
     advice = "name a folder that you can write to"
     existing = Path(results).absolute()
-    while not existing.exists():
+    while not os.path.exists(existing):  # Path.exists raises where a parent may not be entered
         existing = existing.parent
     if not existing.is_dir():
         raise EyasError(f"results: {existing} is a file; {advice}")

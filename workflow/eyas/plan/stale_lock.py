@@ -5,11 +5,19 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+
+def is_dry_run(arguments: Sequence[str]) -> bool:
+    """Whether Snakemake was called to show its plan only; it does not say so to the Snakefile in time."""
+    long = {"--dry-run", "--dryrun"}
+    return any(a in long or re.fullmatch(r"-[A-Za-z]*n[A-Za-z]*", a) for a in arguments)
 
 
 class WorkingFolder:

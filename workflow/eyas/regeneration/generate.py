@@ -87,7 +87,7 @@ def generate(
         if bool(ended.any()):
             keep = (~ended).nonzero()[:, 0]
             alive = [alive[slot] for slot in keep.tolist()]
-            cache.batch_select_indices(keep)
+            cache.batch_select_indices(keep.cpu())  # its layers may lie on several devices
             chosen, mask, positions = chosen[keep], mask[keep], positions[keep]
         ids = chosen[:, None]
         mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)

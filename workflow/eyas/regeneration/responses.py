@@ -11,7 +11,7 @@ from eyas.conversations import Row, read_rows, write_rows
 from eyas.jobs import Progress
 from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_json, write_lock
 from eyas.shards.files import publish
-from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer
+from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, prompt_ids
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -69,10 +69,6 @@ class _Generation:
             settings["max_new_tokens"], settings["temperature"], settings["top_p"], settings["seed"]
         )
 
-    def prompt_ids(self, history: list[dict[str, Any]]) -> list[int]:
-        text = self.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def text_of(self, reply_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(reply_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.rstrip("\ufffd")  # a character cut in two by the token limit
@@ -93,13 +89,19 @@ class _Generation:
             for row in rows:
                 cut_off = row.row in last and last[row.row]["finish"] == "length"
                 if skipped[row.row] is None and turn < user_turns(row) and not cut_off:
-                    ids = self.prompt_ids(_history(row, replies[row.row]))
-                    if len(ids) + 1 > self.settings["max_length"]:
-                        skipped[row.row] = f"too long: the prompt of turn {turn + 1} has {len(ids)} tokens"
-                        log.info("Row %d is skipped: %s.", row.row, skipped[row.row])
-                        progress.advance(user_turns(row) - turn)
-                    else:
+                    reason = None
+                    try:
+                        ids = prompt_ids(self.tokenizer, _history(row, replies[row.row]))
+                        if len(ids) + 1 > self.settings["max_length"]:
+                            reason = f"too long: the prompt of turn {turn + 1} has {len(ids)} tokens"
+                    except TemplateRefusal as exc:
+                        reason = str(exc)
+                    if reason is None:
                         pending.append((row.row, ids))
+                    else:
+                        skipped[row.row] = reason
+                        log.info("Row %d is skipped: %s.", row.row, reason)
+                        progress.advance(user_turns(row) - turn)
             pending.sort(key=lambda item: (len(item[1]), item[0]))
             for start in range(0, len(pending), batch_rows):
                 batch = pending[start : start + batch_rows]

@@ -30,11 +30,13 @@ def map_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     if missing := [name for name in names if name not in specs]:
         raise EyasError(f"{path}: has no tensor {', '.join(missing)}; delete it and run snakemake again to rebuild it")
     arrays: dict[str, np.ndarray] = {}
+    # One mapping a file: each holds a file descriptor, and a run has thousands of shards.
+    whole = np.memmap(path, np.uint8, "r")
     for name in names:
         spec = specs[name]
         dtype = np.dtype(_NUMPY[spec.dtype])
         if spec.nbytes:
-            arrays[name] = np.memmap(path, dtype, "r", spec.begin, spec.shape)
+            arrays[name] = whole[spec.begin : spec.begin + spec.nbytes].view(dtype).reshape(spec.shape)
         else:
             arrays[name] = np.empty(spec.shape, dtype)
     return arrays

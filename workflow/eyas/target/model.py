@@ -82,7 +82,9 @@ class TargetModel:
 
 def _find_decoder(model: nn.Module, depth: int) -> tuple[nn.Module, nn.ModuleList]:
     """The text decoder: the module that directly owns the list of decoder layers."""
-    for module in model.modules():
+    get_decoder: Any = getattr(model, "get_decoder", lambda: model)
+    decoder: nn.Module = get_decoder()
+    for module in (*decoder.modules(), *model.modules()):  # a vision tower may come before the text decoder
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == depth:
             return module, layers
@@ -134,7 +136,8 @@ def load_tensors(target: TargetReference, names: list[str]) -> dict[str, torch.T
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(target.path, revision=target.revision, allow_patterns=["*.safetensors*"]))
+            wanted = ["model*.safetensors*"]
+            folder = Path(snapshot_download(target.path, revision=target.revision, allow_patterns=wanted))
         except Exception as exc:
             raise unreadable(target, "weights", exc) from None
     index = folder / "model.safetensors.index.json"

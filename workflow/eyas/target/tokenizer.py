@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,25 @@ def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
     }
 
 
+class TemplateRefusal(Exception):
+    """Why the chat template does not render a conversation."""
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """A conversation as text, by the target's chat template; raises TemplateRefusal."""
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as exc:  # jinja's errors and whatever a template raises
+        raise TemplateRefusal(f"the chat template refuses it: {' '.join(str(exc).split())[:200]}") from None
+    return text
+
+
+def prompt_ids(tokenizer: Any, history: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a conversation up to an open assistant turn; raises TemplateRefusal."""
+    text = render(tokenizer, history, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def text_config(target: TargetReference) -> Any:
     """The target's configuration (of its language part, for multimodal ones); raises EyasError."""
     import transformers
@@ -98,11 +118,20 @@ def end_of_turn_ids(target: TargetReference, tokenizer: Any) -> list[int]:
     import transformers
 
     ids: set[int] = set()
+    missing = target.is_folder and not (Path(target.path) / "generation_config.json").is_file()
     try:
-        given = transformers.GenerationConfig.from_pretrained(
-            target.path, revision=target.revision or "main"
-        ).eos_token_id
-    except Exception:  # no generation_config.json: the others must do
+        given = (
+            None
+            if missing
+            else transformers.GenerationConfig.from_pretrained(
+                target.path, revision=target.revision or "main"
+            ).eos_token_id
+        )
+    except Exception as exc:
+        # A model without the file is served by the others; one that cannot be read now must not
+        # silently lose its end-of-turn tokens.
+        if "does not appear to have a file named" not in str(exc):
+            raise unreadable(target, "generation_config.json", exc) from None
         given = None
     if given is None:
         given = getattr(text_config(target), "eos_token_id", None)

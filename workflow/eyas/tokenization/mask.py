@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from eyas.errors import EyasError
+from eyas.target.tokenizer import render
 
 # Templates that say themselves what the assistant writes.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -16,14 +17,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 class UnusableRow(Exception):
     """Why a row cannot be trained on."""
-
-
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except Exception as exc:  # jinja's errors and whatever a template raises
-        raise UnusableRow(f"the chat template refuses it: {' '.join(str(exc).split())[:200]}") from None
-    return text
 
 
 def _assistant_spans(tokenizer: Any, messages: Sequence[dict[str, Any]], text: str) -> list[tuple[int, int]]:
@@ -37,8 +30,8 @@ def _assistant_spans(tokenizer: Any, messages: Sequence[dict[str, Any]], text: s
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(tokenizer, messages[:index], add_generation_prompt=True)
-        upto = text if index == len(messages) - 1 else _render(tokenizer, messages[: index + 1])
+        before = render(tokenizer, messages[:index], add_generation_prompt=True)
+        upto = text if index == len(messages) - 1 else render(tokenizer, messages[: index + 1])
         if upto.startswith(before) and text.startswith(upto):
             spans.append((len(before), len(upto)))
     return spans
@@ -55,9 +48,9 @@ def encode(
     The mask covers what the assistant says and the token that ends its turn (the drafter
     has to predict that too), not the separator that the template adds behind it. With
     `cut_off` the last answer met the token limit: the row ends with the answer, without the
-    end of turn that the target never wrote. Raises UnusableRow.
+    end of turn that the target never wrote. Raises UnusableRow or TemplateRefusal.
     """
-    text = _render(tokenizer, messages)
+    text = render(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64).reshape(-1)

@@ -23,7 +23,7 @@ from eyas.shards import (
     write_lock,
 )
 from eyas.shards.files import publish
-from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
+from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, tokenizer_hashes
 from eyas.tokenization.mask import UnusableRow, encode
 from eyas.versions import VERSIONS
 
@@ -103,7 +103,7 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
                 if row.skipped is not None:
                     raise UnusableRow(row.skipped)
                 kept.append((row.row, *_row(tokenizer, row, end_ids, settings)))
-            except UnusableRow as exc:
+            except (UnusableRow, TemplateRefusal) as exc:
                 skipped.append({"row": row.row, "reason": str(exc)})
                 if row.skipped is None:
                     log.info("Row %d (%s) is skipped: %s.", row.row, row.source, exc)

@@ -91,6 +91,7 @@ def check_head(target: TargetModel) -> None:
     expected = target.model(input_ids=ids, use_cache=False).logits.float()
     logits = target.head(hidden).float()
     scale = float(expected.abs().max()) + 1e-6
+    expected = expected.to(logits.device)
     if float((logits - expected).abs().max()) > 0.02 * scale:
         raise EyasError(
             f"target.path: {type(target.model).__name__} does more to its logits than multiply the last hidden state"
