@@ -35,7 +35,7 @@ if CONFIG.target.gguf:
             "../workflow/envs/eyas.yaml"
         params:
             version=PLAN.versions["target"],
-        folder=lambda wildcards, output: os.path.dirname(output[0]),
+            folder=lambda wildcards, output: os.path.dirname(output[0]),
         shell:
             'python "$EYAS_SCRIPTS"/convert_gguf.py --log {log:q} --label target --threads {threads} '
             "--gguf {input:q} --output {params.folder:q}"
