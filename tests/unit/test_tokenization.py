@@ -11,7 +11,7 @@ import pytest
 from eyas.conversations import Row, write_rows
 from eyas.errors import EyasError
 from eyas.shards import map_arrays
-from eyas.target.tokenizer import TargetReference, end_of_turn_ids, tokenizer_hashes
+from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, tokenizer_hashes
 from eyas.tokenization import read_tokens, tokenize_shard
 from eyas.tokenization.mask import UnusableRow, encode
 from hypothesis import example, given, settings
@@ -162,7 +162,7 @@ def test_template_whose_generation_prompt_is_not_in_the_conversation():
 
 
 def test_template_that_refuses():
-    with pytest.raises(UnusableRow, match="the chat template refuses it: no system please"):
+    with pytest.raises(TemplateRefusal, match="the chat template refuses it: no system please"):
         encoded(TALK, "{{ raise_exception('no system please') }}")
 
 

@@ -78,7 +78,7 @@ def _starts_from_layer(name: str, drafter: Drafter, sizes: TargetSizes) -> list[
         return []
     problems = []
     for key in _SHAPE_KEYS:
-        ours, theirs = getattr(drafter.model, key), sizes.values.get(key)
+        ours, theirs = getattr(drafter.model, key), sizes.values.get(key, getattr(sizes, key, None))
         if ours is not None and theirs is not None and ours != theirs:
             problems.append(
                 f"drafters.{name}.model.{key}: {ours} differs from the target's {theirs}, so the drafter cannot"

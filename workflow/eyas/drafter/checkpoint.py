@@ -58,11 +58,12 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, fingerprint: str) -> N
     """
     from safetensors.torch import save_file
 
+    served = served_tensors(checkpoint.weights, checkpoint.shape)
     staging = folder.parent / ".staging" / folder.name
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     _ensure_room(checkpoint, staging)
-    save_file(served_tensors(checkpoint.weights, checkpoint.shape), staging / MODEL, metadata={"format": "pt"})
+    save_file(served, staging / MODEL, metadata={"format": "pt"})
     write_json(staging / CONFIG, checkpoint.shape.config_json())
     trained = checkpoint.facts["trained"]
     state = {f"master.{name}": checkpoint.weights[name].float().contiguous() for name in trained}
