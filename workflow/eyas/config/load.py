@@ -51,8 +51,6 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
 
 def _problem(error: Mapping[str, Any]) -> str:
     location = tuple(error["loc"])
-    if location[:2] == ("data", "rows"):  # the only union: pydantic adds the name of its branch
-        location = location[:2]
     if location[-1:] == ("[key]",):
         location = location[:-1]
     key = ".".join(str(part) if str(part).isprintable() else repr(part) for part in location) or "(the whole config)"
@@ -82,15 +80,7 @@ def check_config(values: Any, source: str) -> Config:
     try:
         config = Config.model_validate(dict(values))
     except ValidationError as exc:
-        found: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for error in exc.errors():
-            place = tuple(error["loc"])
-            if place[:2] == ("data", "rows") and place[:2] in found:
-                continue
-            if place[:2] == ("data", "rows"):
-                place, error = place[:2], {**error, "type": "", "msg": "must be a whole number of at least 1, or auto"}
-            found.setdefault(place, dict(error))
-        lines = dict.fromkeys(map(_problem, found.values()))
+        lines = dict.fromkeys(_problem(dict(error)) for error in exc.errors())
         raise EyasError("\n".join(f"{source}: {line}" for line in lines)) from None
     problems = _impossible(config)
     if problems:

@@ -101,6 +101,14 @@ class Data(Strict):
     max_bad_rows: int = Field(0, ge=0)
     """Records that may be unusable (not JSON, no user turn) before the run stops."""
 
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _number_or_auto(cls, rows: Any) -> Any:
+        # pydantic would complain once for each branch of the union
+        if rows != "auto" and (type(rows) is not int or rows < 1):
+            raise ValueError("must be a whole number of at least 1, or auto")
+        return rows
+
 
 class Responses(Strict):
     """The answers that the drafter learns from."""

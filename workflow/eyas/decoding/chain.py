@@ -36,7 +36,7 @@ class DrafterCache:
         self.device = drafter.d2t.device
         empty = torch.empty(0, shape.num_key_value_heads, shape.head_dim, device=self.device)
         self.keys, self.values = empty, empty
-        self.target_ids = drafter.d2t + torch.arange(len(drafter.d2t), device=self.device)
+        self.target_ids = drafter.target_ids
 
     def _step(self, inputs: Tensor, state: Tensor, positions: Tensor) -> Tensor:
         """Append keys and values at `positions` and return the next states [N, H]."""

@@ -25,7 +25,7 @@ def chained_accuracy(
 ) -> StepCounts:
     """Count, over the rows at positions `rows` of `data`, how often the drafter's chain meets the target's argmax."""
     device = drafter.d2t.device
-    target_ids = drafter.d2t + torch.arange(len(drafter.d2t), device=device)
+    target_ids = drafter.target_ids
     counts = StepCounts.zero(steps)
     for indices in pack(rows, data.lengths, batch_tokens):
         batch = data.batch(indices).to(device)

@@ -102,6 +102,18 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
 
+    @property
+    def target_ids(self) -> Tensor:
+        """Target id of each draft id: int64 [D]."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Draft id of each target id, -1 where there is none: int64 [V]."""
+        ids = torch.full_like(self.t2d, -1, dtype=torch.long)
+        ids[self.target_ids] = torch.arange(len(self.d2t), device=self.d2t.device)
+        return ids
+
     def fuse(self, aux: Tensor) -> Tensor:
         """Step-0 states g⁰ [N, H] from the target's three layers [N, 3·Ht]."""
         out: Tensor = self.fc(aux)

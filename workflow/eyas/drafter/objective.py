@@ -127,7 +127,7 @@ def ttt_loss(
     weight = torch.cat([hidden.new_full((len(pick),), share[step]) for step, pick in enumerate(picks)])
     loss, predicted = soft_cross_entropy(drafter.norm(hidden), drafter.lm_head.weight, teacher, teacher_row, weight)
     chosen = torch.full_like(found.goal, -1)
-    target_ids = drafter.d2t + torch.arange(len(drafter.d2t), device=drafter.d2t.device)
+    target_ids = drafter.target_ids
     for step, part in enumerate(predicted.split([len(pick) for pick in picks])):
         chosen[step, picks[step]] = target_ids[part]
     return loss, len(hidden), StepCounts.of(found, chosen)

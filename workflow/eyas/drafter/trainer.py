@@ -107,9 +107,9 @@ def train_epoch(
     optimizer = _optimizer(drafter, settings)
     step = int(checkpoint.facts["step"])
     _restore(optimizer, drafter, checkpoint.moments, step)
-    _, teacher_head = load_head(target, drafter.d2t.cpu() + torch.arange(len(drafter.d2t)))
+    _, teacher_head = load_head(target, drafter.target_ids.cpu())
     teacher_head = teacher_head.to(device)
-    draft_ids = _draft_ids(drafter)
+    draft_ids = drafter.draft_ids
     log.info(
         "Epoch %d: %d rows, %d tokens in %d batches, %d TTT steps, on %s with %d thread(s).",
         epoch, len(rows), int(data.lengths[rows].sum()), len(batches), settings["ttt_steps"], device,
@@ -166,12 +166,3 @@ def train_epoch(
         "Wrote %s: mean loss %.4f, first-step accuracy %.3f, expected acceptance length %.3f on the training rows.",
         output, record["loss"], counts.accuracy[0] or 0.0, record["acceptance_length"],
     )  # fmt: skip
-
-
-def _draft_ids(drafter: Drafter) -> Tensor:
-    """Draft id of each target id, -1 where there is none: int64 [V]."""
-    size = len(drafter.d2t)
-    ids = torch.full((len(drafter.t2d),), -1, dtype=torch.long, device=drafter.d2t.device)
-    order = torch.arange(size, device=drafter.d2t.device)
-    ids[drafter.d2t + order] = order
-    return ids

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas.config import Config, TargetSizes, check_against_target, check_config, identity, read_target_sizes
+from eyas.config import Config, check_against_target, check_config, identity, read_target_sizes
 from eyas.conversations import count_records
 from eyas.errors import EyasError
 from eyas.shards import shards_of
@@ -24,7 +24,6 @@ class RunPlan:
 
     config: Config
     rows: int
-    sizes: TargetSizes | None
 
     @property
     def versions(self) -> dict[str, int]:
@@ -110,7 +109,7 @@ def plan_run(values: Mapping[str, Any], source: str) -> RunPlan:
         _check_results(config.results)
     except EyasError as exc:
         raise EyasError("\n".join(f"{source}: {line}" for line in str(exc).splitlines())) from None
-    return RunPlan(config, rows, sizes)
+    return RunPlan(config, rows)
 
 
 def _check_target_folder(config: Config) -> None:

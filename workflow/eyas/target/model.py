@@ -75,10 +75,6 @@ class TargetModel:
         """States after the final norm [1, T, H] of `ids` [1, T], which follow what the cache holds."""
         return self.decoder(input_ids=ids, **self._cached(cache)).last_hidden_state
 
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
-
 
 def _find_decoder(model: nn.Module, depth: int) -> tuple[nn.Module, nn.ModuleList]:
     """The text decoder: the module that directly owns the list of decoder layers."""
