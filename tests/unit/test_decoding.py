@@ -16,7 +16,7 @@ from eyas.decoding.offline import chained_accuracy
 from eyas.drafter.checkpoint import build_drafter, load_drafter
 from eyas.drafter.dataset import HiddenStates
 from eyas.drafter.initialise import initialise, random_weights
-from eyas.drafter.model import Drafter, TTTPositions
+from eyas.drafter.model import Drafter, StepPositions, TTTPositions
 from eyas.drafter.shape import DrafterShape
 from eyas.drafter.trainer import train_epoch
 from eyas.extraction.engines.transformers import Capture
@@ -180,9 +180,10 @@ def test_drafting_equals_the_training_path_step_by_step(world: World, kind: str,
     aux = torch.cat(
         [batch.aux[:first], torch.randn(len(tokens) - first, batch.aux.shape[1])]
     )  # later states have no say
-    where = TTTPositions(torch.tensor([first - 1]), [torch.tensor([first - 1])], [(0, len(tokens))])
+    at = torch.tensor([first - 1])
+    where = TTTPositions([StepPositions(at, None, [at])] * steps, [(0, len(tokens))])
     with torch.no_grad():
-        states = drafter.ttt_states(aux, tokens, torch.arange(len(tokens)), where, steps)
+        states = drafter.ttt_states(aux, tokens, torch.arange(len(tokens)), where)
     assert len(logits) == len(states) == steps
     for step, state in enumerate(states):
         expected = drafter.logits(state).detach()

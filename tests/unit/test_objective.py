@@ -18,7 +18,7 @@ from drafter_reference import (
 )
 from eyas.drafter import loss as loss_module
 from eyas.drafter.dataset import Batch
-from eyas.drafter.loss import soft_cross_entropy, teacher_probabilities
+from eyas.drafter.loss import StepTargets, teacher_probabilities, ttt_cross_entropy
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import StepCounts, find_predictions, ttt_loss
 from torch import Tensor
@@ -88,26 +88,26 @@ def test_states_do_not_depend_on_where_queries_are_gathered() -> None:
     """Unsupervised positions cost their step-0 key only; doing all of them gives the same states at the others."""
     case = Case()
     found = find_predictions(case.batch, 4)
-    gathered = case.drafter.ttt_states(case.batch.aux, case.batch.tokens, case.batch.positions, found.where, 4)
+    gathered = case.drafter.ttt_states(case.batch.aux, case.batch.tokens, case.batch.positions, found.where)
     full_mask = replace(case.batch, mask=torch.ones_like(case.batch.mask))
     everywhere = find_predictions(full_mask, 4)
-    full = case.drafter.ttt_states(case.batch.aux, case.batch.tokens, case.batch.positions, everywhere.where, 4)
-    assert len(found.where.flat) < len(everywhere.where.flat)
-    place = torch.searchsorted(everywhere.where.flat, found.where.flat)
-    for some, every in zip(gathered, full, strict=True):
-        torch.testing.assert_close(some, every[place], rtol=0, atol=1e-12)
+    full = case.drafter.ttt_states(case.batch.aux, case.batch.tokens, case.batch.positions, everywhere.where)
+    assert len(found.where.steps[0].flat) < len(everywhere.where.steps[0].flat)
+    for i, (some, every) in enumerate(zip(gathered, full, strict=True)):
+        flat, all_flat = found.where.steps[i].flat, everywhere.where.steps[i].flat
+        torch.testing.assert_close(some, every[torch.searchsorted(all_flat, flat)], rtol=0, atol=1e-12)
 
 
 def test_states_equal_the_loops_position_by_position() -> None:
     case = Case()
     where = find_predictions(replace(case.batch, mask=torch.ones_like(case.batch.mask)), 5).where
-    states = case.drafter.ttt_states(case.batch.aux, case.batch.tokens, case.batch.positions, where, 5)
+    states = case.drafter.ttt_states(case.batch.aux, case.batch.tokens, case.batch.positions, where)
     for start, end in case.batch.spans:
         expected = reference_states(
             case.weights(), case.shape, case.batch.aux[start:end], case.batch.tokens[start:end].tolist(), 5
         )
-        for slot, flat in enumerate(where.flat.tolist()):
-            for i in range(5):
+        for i, step in enumerate(where.steps):
+            for slot, flat in enumerate(step.flat.tolist()):
                 if start <= flat < end and flat - start in expected[i]:
                     torch.testing.assert_close(states[i][slot], expected[i][flat - start], rtol=0, atol=1e-11)
 
@@ -167,7 +167,7 @@ def test_chained_counts_equal_the_loops(seed: int) -> None:
     hit = torch.rand(found.goal.shape, generator=generator) < 0.7
     chosen = torch.where(hit, found.goal, torch.randint(-1, case.shape.vocab_size, hit.shape, generator=generator))
     by_place = {}
-    for slot, flat in enumerate(found.where.flat.tolist()):
+    for slot, flat in enumerate(found.where.steps[0].flat.tolist()):
         row = next(r for r, (start, end) in enumerate(batch.spans) if start <= flat < end)
         by_place |= {(row, flat - batch.spans[row][0], i): int(chosen[i, slot]) for i in range(4)}
     counts = StepCounts.of(found, chosen)
@@ -189,27 +189,52 @@ def test_acceptance_length_is_one_plus_the_sum_of_products() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10, 1024])
-def test_soft_cross_entropy_equals_torch(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_CHUNK", chunk)  # 10 states: several chunks, a last one that is not full
+def test_ttt_cross_entropy_equals_torch(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_CHUNK", chunk)  # several chunks, a last one that is not full
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64)
 
-    hidden, head = random(10, 5).requires_grad_(), random(7, 5).requires_grad_()
-    teacher = torch.softmax(3 * random(4, 7), -1)
-    row, weight = torch.randint(4, (10,), generator=generator), random(10).abs()
-    loss, predicted = soft_cross_entropy(hidden, head, teacher, row, weight)
-    found = torch.autograd.grad(2.5 * loss, (hidden, head))
-    logits = hidden @ head.T
-    expected = (F.cross_entropy(logits, teacher[row], reduction="none") * weight).sum()
+    states, counted, teachers = [random(9, 5), random(7, 5), random(4, 5)], [6, 4, 0], 5
+    norm, head, last, teacher_head = random(5), random(7, 5), random(teachers, 3), 3 * random(7, 3)
+    targets = [
+        StepTargets(
+            torch.randperm(len(state), generator=generator)[:count].sort().values,
+            torch.randint(teachers, (count,), generator=generator).sort().values,
+            0.5 + step,
+        )
+        for step, (state, count) in enumerate(zip(states, counted, strict=True))
+    ]
+    leaves = [t.requires_grad_() for t in (*states, norm, head)]
+    loss, predicted = ttt_cross_entropy(states, targets, norm, 1e-5, head, last, teacher_head)
+    found = torch.autograd.grad(2.5 * loss, leaves)
+    teacher = torch.softmax(last @ teacher_head.T, -1)
+    expected = torch.zeros((), dtype=torch.float64)
+    for state, step, chosen in zip(states, targets, predicted, strict=True):
+        logits = F.rms_norm(state[step.pick], (5,), norm, 1e-5) @ head.T
+        expected = expected + step.weight * F.cross_entropy(logits, teacher[step.teacher], reduction="sum")
+        assert torch.equal(chosen, logits.argmax(-1))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    for ours, theirs in zip(found, torch.autograd.grad(2.5 * expected, (hidden, head)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
-    assert torch.equal(predicted, logits.argmax(-1))
-    assert torch.autograd.gradcheck(lambda h, w: soft_cross_entropy(h, w, teacher, row, weight)[0], (hidden, head))
+    for ours, theirs in zip(found, torch.autograd.grad(2.5 * expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
     with torch.no_grad():  # evaluation: no gradient is computed, the loss is the same
-        torch.testing.assert_close(soft_cross_entropy(hidden, head, teacher, row, weight)[0], expected)
+        torch.testing.assert_close(ttt_cross_entropy(states, targets, norm, 1e-5, head, last, teacher_head)[0], expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+def test_each_teacher_is_computed_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rows = Case(), []
+    original = loss_module.teacher_probabilities
+    monkeypatch.setattr(loss_module, "_CHUNK", chunk)
+    monkeypatch.setattr(
+        loss_module, "teacher_probabilities", lambda last, head: rows.append(len(last)) or original(last, head)
+    )
+    found = find_predictions(case.batch, 5)
+    case.ours(5)
+    counted = found.supervised & (case.draft_ids[found.goal] >= 0)
+    speakers = {int(f) + 1 + i for i in range(5) for f in found.where.steps[0].flat[counted[i]]}
+    assert sum(rows) == len(speakers)
 
 
 def test_the_teacher_is_the_full_softmax_restricted_and_renormalised() -> None:

@@ -30,14 +30,10 @@ def chained_accuracy(
     for indices in pack(rows, data.lengths, batch_tokens):
         batch = data.batch(indices).to(device)
         found = find_predictions(batch, steps)
-        if len(found.where.flat) == 0:
-            continue
-        states = drafter.ttt_states(batch.aux, batch.tokens, batch.positions, found.where, steps)
-        chosen = torch.stack(
-            [
-                torch.cat([target_ids[drafter.logits(part).argmax(-1)] for part in state.split(_CHUNK)])
-                for state in states
-            ]
-        )
+        states = drafter.ttt_states(batch.aux, batch.tokens, batch.positions, found.where)
+        chosen = torch.full_like(found.goal, -1)
+        for step, (state, slots) in enumerate(zip(states, found.slots, strict=True)):
+            for part, places in zip(state.split(_CHUNK), slots.split(_CHUNK), strict=True):
+                chosen[step, places] = target_ids[drafter.logits(part).argmax(-1)]
         counts += StepCounts.of(found, chosen)
     return counts

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.drafter.attention import rotary, rotate, ttt_attention
+from eyas.drafter import flash
+from eyas.drafter.attention import attend, find_blocks, rotary, rotate
 from eyas.drafter.shape import DrafterShape
+from eyas.drafter.shared import Shared, SharedWeights, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -20,7 +21,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -39,14 +40,17 @@ class Attention(nn.Module):
         self.v_proj = _linear(2 * shape.hidden_size, kv)
         self.o_proj = _linear(q, shape.hidden_size)
 
+    def heads(self, x: Tensor) -> Tensor:
+        """[N, heads * head_dim] as [N, heads, head_dim]."""
+        return x.unflatten(-1, (-1, self.shape.head_dim))
+
     def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[N, heads, head_dim], rotated."""
-        return rotate(self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim)), cos, sin)
+        return rotate(self.heads(self.q_proj(x)), cos, sin)
 
     def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[N, kv_heads, head_dim] each, keys rotated."""
-        key = self.k_proj(x).unflatten(-1, (-1, self.shape.head_dim))
-        return rotate(key, cos, sin), self.v_proj(x).unflatten(-1, (-1, self.shape.head_dim))
+        return rotate(self.heads(self.k_proj(x)), cos, sin), self.heads(self.v_proj(x))
 
 
 class MLP(nn.Module):
@@ -55,10 +59,6 @@ class MLP(nn.Module):
         self.gate_proj = _linear(shape.hidden_size, shape.intermediate_size)
         self.up_proj = _linear(shape.hidden_size, shape.intermediate_size)
         self.down_proj = _linear(shape.intermediate_size, shape.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 class MidLayer(nn.Module):
@@ -72,15 +72,24 @@ class MidLayer(nn.Module):
 
 
 @dataclass
-class TTTPositions:
-    """Where the queries of a packed batch are.
+class StepPositions:
+    """The positions whose predictions of one TTT step, or of a later one, count.
 
-    `flat` int64 [S]: their positions among the T packed ones. `in_row`: per row, their
-    positions inside it. `spans`: per row, (start, end) among the T.
+    `flat` int64 [S]: their places among the T packed positions. `kept` int64 [S]: their places among
+    those of the step before, or None where they are the same. `in_row`: per row, their positions
+    inside it.
     """
 
     flat: Tensor
+    kept: Tensor | None
     in_row: Sequence[Tensor]
+
+
+@dataclass
+class TTTPositions:
+    """Where the queries of a packed batch are: `steps`, and `spans`, per row (start, end) among the T."""
+
+    steps: Sequence[StepPositions]
     spans: Sequence[tuple[int, int]]
 
 
@@ -127,45 +136,73 @@ class Drafter(nn.Module):
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary(positions, self.shape.head_dim, self.shape.rope_theta)
 
-    def finish(self, state: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, state: Tensor, attended: Tensor, linear: SharedWeights | None = None) -> Tensor:
         """The layer's residual branches: next state g [N, H], not normed, from attention [N, heads, d]."""
-        residual = state + self.midlayer.self_attn.o_proj(attended.flatten(-2))
-        out: Tensor = residual + self.midlayer.mlp(self.midlayer.post_attention_layernorm(residual))
-        return out
+        linear = linear or SharedWeights(self.norm.weight.dtype)
+        mlp = self.midlayer.mlp
+        residual = state + linear(self.midlayer.self_attn.o_proj, attended.flatten(-2))
+        normed = self.midlayer.post_attention_layernorm(residual)
+        return residual + linear.gated(mlp.down_proj, linear(mlp.gate_proj, normed), linear(mlp.up_proj, normed))
 
     def ttt_states(
-        self, aux: Tensor, tokens: Tensor, positions: Tensor, where: TTTPositions, steps: int
+        self, aux: Tensor, tokens: Tensor, positions: Tensor, where: TTTPositions, linear: SharedWeights | None = None
     ) -> list[Tensor]:
-        """States g¹ … g^steps at the query positions, `steps` tensors [S, H].
+        """States g¹, g², … at the positions of each step of `where`: tensors [Sᵢ, H].
 
         Args:
             aux: [T, 3·Ht], the target's states at every position.
             tokens: int64 [T], the token ids.
             positions: int64 [T], positions inside the rows.
-            where: the positions that are to predict anything.
+            where: the positions that are to predict anything, by step.
 
         Position t of step i reads token t+1+i; past the end of its row that token is
         arbitrary, and nothing that counts depends on it. Positions outside `where` cost
         their step-0 key and value only: one layer deep, nothing else of theirs is read.
+        The embedding's half of each projection is taken once per token, not once per step.
         """
-        attention = self.midlayer.self_attn
-        last = len(tokens) - 1
-        everywhere = torch.arange(len(tokens), device=tokens.device)
-        state = self.fuse(aux)
-        inputs = self.inputs(tokens[(everywhere + 1).clamp(max=last)], state)
-        key, value = attention.key_value(inputs, *self.rotary(positions))
-        keys, values, states = [key], [value], []
-        state, inputs = state.index_select(0, where.flat), inputs.index_select(0, where.flat)
-        at = positions.index_select(0, where.flat)
-        for step in range(steps):
-            turn = self.rotary(at + step)
-            if step:
-                inputs = self.inputs(tokens[(where.flat + 1 + step).clamp(max=last)], state)
-                key, value = attention.key_value(inputs, *turn)
-                keys.append(key)
-                values.append(value)
-            query = attention.query(inputs, *turn)
-            state = self.finish(state, ttt_attention(query, keys, values, where.in_row, where.spans))
+        linear = linear or SharedWeights(self.norm.weight.dtype)
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        width, last = self.shape.hidden_size, len(tokens) - 1
+        of_token, of_state = slice(0, width), slice(width, None)
+        # Row r: what token r+1 adds, the one that position r reads at step 0 and position r-i at step i.
+        after = self.embed_tokens(torch.cat([tokens[1:], tokens[-1:]])).to(self.norm.weight.dtype)
+        after = layer.input_layernorm(after)
+        token_key, token_value = (linear(proj, after, of_token) for proj in (attention.k_proj, attention.v_proj))
+        read = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for i, step in enumerate(where.steps):
+            read[(step.flat + i).clamp(max=last)] = True
+        token_query = linear(attention.q_proj, after[read], of_token)
+        query_row = read.cumsum(0) - 1
+        turn = self.rotary(torch.arange(int(positions.max()) + len(where.steps), device=tokens.device))
+        cos, sin = (table.to(linear.dtype) for table in turn)
+
+        state = linear(self.fc, aux).to(self.norm.weight.dtype)
+        normed = layer.hidden_norm(state)
+        key = linear(attention.k_proj, normed, of_state, token_key)
+        value = linear(attention.v_proj, normed, of_state, token_value)
+        keys = [Shared(rotate(attention.heads(key), cos[positions], sin[positions]))]
+        values = [Shared(attention.heads(value))]
+        states, blocks = [], []
+        for i, step in enumerate(where.steps):
+            if i == 0:
+                state, normed = state.index_select(0, step.flat), normed.index_select(0, step.flat)
+            elif step.kept is not None:
+                state = state.index_select(0, step.kept)
+                for shared in (keys, values):
+                    shared[1:] = [Shared(one.value.index_select(0, step.kept)) for one in shared[1:]]
+            if i == 0 or step.kept is not None:
+                blocks = find_blocks(step.in_row, where.spans, flash.BLOCK)
+            at = positions.index_select(0, step.flat) + i
+            row = (step.flat + i).clamp(max=last)
+            if i:
+                normed = layer.hidden_norm(state)
+                key = linear(attention.k_proj, normed, of_state, token_key.index_select(0, row))
+                value = linear(attention.v_proj, normed, of_state, token_value.index_select(0, row))
+                keys.append(Shared(rotate(attention.heads(key), cos[at], sin[at])))
+                values.append(Shared(attention.heads(value)))
+            query = linear(attention.q_proj, normed, of_state, token_query.index_select(0, query_row[row]))
+            query = rotate(attention.heads(query), cos[at], sin[at])
+            state = self.finish(state, attend(query, keys, values, blocks), linear)
             states.append(state)
         return states
 
