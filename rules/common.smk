@@ -25,11 +25,25 @@ def previous_epoch(wildcards):
     return [path.format(drafter=wildcards.drafter) for path in files.values()]
 
 
-def last_epoch(file):
-    """An input function: `file` of the drafter's last epoch."""
-    return lambda wildcards: (
-        f"{RUN}/drafters/{wildcards.drafter}/epoch_{CONFIG.drafters[wildcards.drafter].training.epochs}/{file}"
-    )
+def all_epochs(wildcards):
+    last = CONFIG.drafters[wildcards.drafter].training.epochs
+    folder = f"{RUN}/drafters/{wildcards.drafter}"
+    names = ("model.safetensors", "config.json", "trainer_state.json")
+    return [f"{folder}/epoch_{epoch}/{name}" for epoch in range(last + 1) for name in names]
+
+
+def initial_files(wildcards):
+    return PLAN.initial_files(wildcards.drafter)
+
+
+def training_option(name, none=None):
+    """A function of the wildcards: how a drafter is trained, which re-runs nothing. `none` stands for null."""
+
+    def option(wildcards):
+        value = getattr(CONFIG.drafters[wildcards.drafter].training, name)
+        return none if value is None else value if isinstance(value, str) else int(value)
+
+    return option
 
 
 def vocabulary_of(wildcards):

@@ -5,7 +5,7 @@ rule evaluate:
     input:
         manifest=f"{RUN}/hidden_states/data_config.json",
         conversations=expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
-        trained=last_epoch("model.safetensors"),
+        trained=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
         untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
         target=ancient(PLAN.target_files),
     output:

@@ -1,10 +1,10 @@
-# The last epoch in the form that SGLang loads.
+# The best epoch in the form that SGLang loads.
 
 
 rule export_sglang:
     input:
-        model=last_epoch("model.safetensors"),
-        config=last_epoch("config.json"),
+        model=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
+        config=f"{RUN}/drafters/{{drafter}}/best/config.json",
         target=ancient(PLAN.target_files),
     output:
         model=f"{RUN}/drafters/{{drafter}}/export/sglang/model.safetensors",

@@ -1,4 +1,4 @@
-# The drafter: epoch 0 is the initial one, epoch n is trained from epoch n - 1.
+# The drafter: epoch 0 is the initial one, epoch n is trained from epoch n - 1; the best one by the held-out rows.
 
 
 rule initialise_drafter:
@@ -6,6 +6,7 @@ rule initialise_drafter:
         manifest=f"{RUN}/hidden_states/data_config.json",
         vocabulary=vocabulary_of,
         target=ancient(PLAN.target_files),
+        start=ancient(initial_files),
     output:
         **epoch_files(0),
     log:
@@ -31,22 +32,55 @@ rule train_epoch:
         target=ancient(PLAN.target_files),
     output:
         **epoch_files("{epoch}"),
+        metrics=f"{RUN}/drafters/{{drafter}}/epoch_{{epoch}}/metrics.jsonl",
     log:
         f"{RUN}/logs/{{drafter}}/epoch_{{epoch}}.log",
     benchmark:
         f"{RUN}/benchmarks/{{drafter}}/epoch_{{epoch}}.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
-    threads: lambda wildcards: CONFIG.drafters[wildcards.drafter].training.threads
+    threads: training_option("threads")
     resources:
-        gpu=lambda wildcards: CONFIG.drafters[wildcards.drafter].training.gpu,
-        gpu_wanted=lambda wildcards: CONFIG.drafters[wildcards.drafter].training.gpu,
+        gpu=training_option("gpu"),
+        gpu_wanted=training_option("gpu"),
+        processes=training_option("world_size"),
+        parallel=training_option("parallel"),
+        micro_tokens=training_option("micro_tokens"),
+        checkpoint_seconds=training_option("checkpoint_seconds"),
+        early_stop=training_option("early_stop", 0),
+        compile=training_option("compile"),
+        tensorboard=training_option("tensorboard"),
     params:
         version=PLAN.versions["training"],
         settings=lambda wildcards: PLAN.training_settings(wildcards.drafter),
+        expected=PLAN.expected_json,
         target=SOURCE,
     shell:
         'python "$EYAS_SCRIPTS"/train_epoch.py --log {log:q} --label {wildcards.drafter}/epoch_{wildcards.epoch} '
-        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --manifest {input.manifest:q} "
-        "--target {params.target:q} --settings {params.settings:q} "
+        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} "
+        "--processes {resources.processes} --parallel {resources.parallel} --micro-tokens {resources.micro_tokens} "
+        "--checkpoint-seconds {resources.checkpoint_seconds} --early-stop {resources.early_stop} "
+        "--compile {resources.compile} --tensorboard {resources.tensorboard} --manifest {input.manifest:q} "
+        "--target {params.target:q} --settings {params.settings:q} --expected {params.expected:q} "
         "--epoch {wildcards.epoch} --output {output.facts:q}"
+
+
+rule select_best:
+    input:
+        epochs=all_epochs,
+    output:
+        model=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
+        config=f"{RUN}/drafters/{{drafter}}/best/config.json",
+        selection=f"{RUN}/drafters/{{drafter}}/best/selection.json",
+    log:
+        f"{RUN}/logs/{{drafter}}/best.log",
+    benchmark:
+        f"{RUN}/benchmarks/{{drafter}}/best.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["selection"],
+        last=lambda wildcards: CONFIG.drafters[wildcards.drafter].training.epochs,
+    shell:
+        'python "$EYAS_SCRIPTS"/select_best.py --log {log:q} --label {wildcards.drafter}/best '
+        "--last-epoch {params.last} --output {output.selection:q}"

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 TRAINING: dict[str, Any] = dict(
     epochs=3, ttt_steps=3, loss_decay=0.8, learning_rate=2e-2, schedule="cosine", schedule_epochs=3,
     min_learning_rate_ratio=0.05, warmup_steps=3, weight_decay=0.0, beta1=0.9, beta2=0.95, grad_clip=1.0,
-    batch_tokens=48,
+    batch_tokens=48, decay_share=0.2, precision="auto",
 )  # fmt: skip
 
 

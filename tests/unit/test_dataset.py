@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from drafter_reference import extracted, random_rows, save_llama, write_tokens
-from eyas.drafter.dataset import HiddenStates, epoch_batches, pack
+from eyas.drafter.dataset import HiddenStates
+from eyas.drafter.packing import best_fit, epoch_batches
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
 from hypothesis import given, settings
@@ -46,7 +47,7 @@ def test_every_row_exactly_once_and_no_batch_too_large(
 @settings(max_examples=30, deadline=None)
 @given(rows_strategy, st.integers(1, 1000))
 def test_pack_keeps_the_order_and_wastes_no_batch(lengths: list[int], batch_tokens: int) -> None:
-    batches = list(pack(range(len(lengths)), np.array(lengths), batch_tokens))
+    batches = best_fit(range(len(lengths)), np.array(lengths), batch_tokens)
     assert [i for batch in batches for i in batch] == list(range(len(lengths)))
     for batch, following in zip(batches, batches[1:], strict=False):  # a batch ends where the next row does not fit
         assert sum(lengths[i] for i in batch) + lengths[following[0]] > batch_tokens

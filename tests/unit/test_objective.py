@@ -219,7 +219,9 @@ def test_ttt_cross_entropy_equals_torch(chunk: int, monkeypatch: pytest.MonkeyPa
     for ours, theirs in zip(found, torch.autograd.grad(2.5 * expected, leaves), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
     with torch.no_grad():  # evaluation: no gradient is computed, the loss is the same
-        torch.testing.assert_close(ttt_cross_entropy(states, targets, norm, 1e-5, head, last, teacher_head)[0], expected)
+        torch.testing.assert_close(
+            ttt_cross_entropy(states, targets, norm, 1e-5, head, last, teacher_head)[0], expected
+        )
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])

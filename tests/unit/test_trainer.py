@@ -12,10 +12,13 @@ import pytest
 import torch
 from drafter_reference import TRAINING, extracted, file_bytes, random_rows, save_llama
 from eyas.drafter.checkpoint import build_drafter, load_checkpoint
-from eyas.drafter.dataset import HiddenStates, epoch_batches
+from eyas.drafter.dataset import HiddenStates
 from eyas.drafter.initialise import initialise
 from eyas.drafter.objective import ttt_loss
-from eyas.drafter.trainer import learning_rate, train_epoch
+from eyas.drafter.packing import epoch_batches
+from eyas.drafter.processes import Processes
+from eyas.drafter.step import learning_rate
+from eyas.drafter.trainer import train_epoch
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
 from eyas.target.tokenizer import TargetReference
@@ -47,7 +50,7 @@ class Run:
     ) -> Path:
         train_epoch(
             self.manifest, self.folder / "tokens", self.target, previous, epoch, TRAINING | changes, held_out_every,
-            SEED, output, "mark", torch.device("cpu"),
+            SEED, output, "mark", Processes.alone(torch.device("cpu")),
         )  # fmt: skip
         return output
 
@@ -102,7 +105,7 @@ def test_epochs_by_themselves_equal_one_long_training_bit_for_bit(run: Run, epoc
             optimizer.param_groups[0]["lr"] = learning_rate(step, len(batches), TRAINING)
             loss, _, _ = ttt_loss(drafter, data.batch(batch), head, torch.from_numpy(run.mapping.draft_ids()), 3, 0.8)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_([p for p in drafter.parameters() if p.grad is not None], 1.0)
+            torch.nn.utils.clip_grad_norm_([p for _, p in sorted(drafter.named_parameters()) if p.requires_grad], 1.0)
             optimizer.step()
             optimizer.zero_grad()
             step += 1

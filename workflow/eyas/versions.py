@@ -10,7 +10,8 @@ VERSIONS = {
     "manifest": 1,
     "vocabulary": 1,
     "drafter": 1,
-    "training": 1,
+    "training": 2,
+    "selection": 1,
     "evaluation": 1,
     "export": 1,
 }

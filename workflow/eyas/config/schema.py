@@ -169,9 +169,14 @@ class Extraction(Strict):
 class DrafterModel(Strict):
     """Shape of the drafter: one Llama decoder layer over [embedding ; fused states]."""
 
-    init: Literal["target_layer", "random"] = "target_layer"
-    """Start from the target's last decoder layer, head and embedding, or from random weights
-    (the embedding is the target's whenever the widths agree)."""
+    init: Literal["target_layer", "random", "checkpoint"] = "target_layer"
+    """Start from a decoder layer of the target and its head, from random weights, or from another
+    drafter, `init_from` (the embedding is the target's whenever the widths agree)."""
+    init_layer: int | None = Field(None, ge=0)
+    """The target's layer that `init: target_layer` starts from; null takes the last one."""
+    init_from: str | None = Field(None, min_length=1)
+    """Folder of a drafter (config.json, model.safetensors) that `init: checkpoint` starts from: a
+    checkpoint or an export of Eyas, or a published EAGLE-3 head with the same names."""
     hidden_size: int | None = Field(None, ge=2)
     """Width; null takes the target's."""
     intermediate_size: int | None = Field(None, ge=1)
@@ -190,6 +195,11 @@ class DrafterModel(Strict):
             raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv}")
         if self.head_dim and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
+        for key, needed in (("init_layer", "target_layer"), ("init_from", "checkpoint")):
+            if getattr(self, key) is not None and self.init != needed:
+                raise ValueError(f"{key} is for init: {needed}, and init is {self.init}; delete it or change init")
+        if self.init == "checkpoint" and self.init_from is None:
+            raise ValueError("init: checkpoint needs init_from, the folder of the drafter to start from")
         return self
 
 
@@ -204,8 +214,11 @@ class Training(Strict):
     """Weight of step i is loss_decay ** i."""
     learning_rate: Number = Field(4e-4, gt=0)
     """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Decay from the peak, over schedule_epochs."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Decay from the peak, over schedule_epochs. `wsd` (warm-up, stable, decay) stays at the peak
+    and falls linearly in the last `decay_share` of them."""
+    decay_share: Number = Field(0.2, gt=0, le=1)
+    """Share of schedule_epochs in which `wsd` falls."""
     schedule_epochs: int = Field(3, ge=1)
     """Epochs after which the rate stays at its floor. Not tied to `epochs`, so that more
     epochs leave the finished ones as they are."""
@@ -222,11 +235,48 @@ class Training(Strict):
     grad_clip: Number = Field(1.0, gt=0)
     """Largest norm of the gradient."""
     batch_tokens: int = Field(2048, ge=1)
-    """Tokens in an optimizer step; rows are packed whole, a longer row goes alone."""
+    """Tokens in an optimizer step, over all processes; rows are packed whole, a longer row goes alone."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the matrix products; masters, moments and the loss are float32. `auto` takes
+    bfloat16 on GPUs and float32 on CPUs."""
+    early_stop: int | None = runtime(None, ge=1)
+    """Stop after so many epochs without a better acceptance length on the held-out rows; the
+    epochs that are left repeat the last one trained. null trains them all. Finished epochs stay
+    as they are when this is changed."""
     threads: int = runtime(2, ge=1)
-    """CPU threads of the job."""
-    gpu: int = runtime(0, ge=0, le=1)
-    """GPUs of the job (one at most, so far)."""
+    """CPU threads of the job, over all its processes."""
+    gpu: int = runtime(0, ge=0)
+    """GPUs of the job; one process each."""
+    processes: int | None = runtime(None, ge=1)
+    """Processes of the job. null is one for each GPU, or a single one on the CPU."""
+    parallel: Literal["ddp", "fsdp2"] = runtime("ddp")
+    """How several processes share the drafter: every one holds it whole, or each a part (PyTorch's
+    FSDP2), for drafters that do not fit one GPU with their optimizer."""
+    micro_tokens: int = runtime(8192, ge=1)
+    """Tokens that a process takes through the drafter at once: what bounds its memory. A step
+    with more is cut into several passes."""
+    checkpoint_minutes: Number = runtime(10.0, ge=0)
+    """Minutes between saves inside an epoch, from which a killed job goes on; 0 saves after every step."""
+    compile: bool = runtime(False)
+    """Compile the element-wise parts with torch.compile (needs a C++ compiler on a CPU)."""
+    tensorboard: bool = runtime(False)
+    """Write TensorBoard event files to the run's `logs/{drafter}/tensorboard` (needs the
+    package tensorboard)."""
+
+    @model_validator(mode="after")
+    def _a_process_a_gpu(self) -> Training:
+        if self.gpu and self.processes not in (None, self.gpu):
+            raise ValueError(f"processes {self.processes} and gpu {self.gpu} disagree: a job has one process a GPU")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Processes of a training job."""
+        return self.processes or max(self.gpu, 1)
+
+    @property
+    def checkpoint_seconds(self) -> int:
+        return round(60 * self.checkpoint_minutes)
 
 
 class Drafter(Strict):

@@ -77,6 +77,12 @@ def _starts_from_layer(name: str, drafter: Drafter, sizes: TargetSizes) -> list[
     if drafter.model.init != "target_layer":
         return []
     problems = []
+    layer = drafter.model.init_layer
+    if layer is not None and layer >= sizes.num_hidden_layers:
+        problems.append(
+            f"drafters.{name}.model.init_layer: {layer} is no layer of the target, whose layers are"
+            f" 0 to {sizes.num_hidden_layers - 1}"
+        )
     for key in _SHAPE_KEYS:
         ours, theirs = getattr(drafter.model, key), sizes.values.get(key, getattr(sizes, key, None))
         if ours is not None and theirs is not None and ours != theirs:

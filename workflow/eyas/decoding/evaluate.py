@@ -18,7 +18,7 @@ from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, require, require_target
 from eyas.jobs import Progress
-from eyas.shards import is_held_out, shards_of, write_json, write_lock
+from eyas.shards import is_held_out, read_json, shards_of, write_json, write_lock
 from eyas.target.model import TargetModel, config_hash, load_target
 from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, prompt_ids, tokenizer_hashes
 from eyas.versions import VERSIONS
@@ -49,6 +49,12 @@ def _offline(drafter: Drafter, data: HiddenStates, rows: list[int], steps: int) 
         "positions_by_step": counts.reached.tolist(),
         "expected_acceptance_length": counts.acceptance_length(steps),
     }
+
+
+def _epoch_of(folder: Path) -> str:
+    """The name of the epoch that a checkpoint folder holds."""
+    selection = folder / "selection.json"
+    return f"epoch_{read_json(selection)['epoch']}" if selection.is_file() else folder.name
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -155,7 +161,7 @@ def evaluate(
             progress = Progress(f"Speculative decoding, {name}", len(prompts), "prompts")
             with torch.inference_mode():
                 facts: dict[str, Any] = {
-                    "checkpoint": folder.name,
+                    "checkpoint": _epoch_of(folder),
                     "offline": _offline(drafter, data, rows, settings["draft_steps"]),
                     "decoding": _chain(
                         target, drafter, manifest.layers, prompts, end_ids, references, settings, progress

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from eyas.drafter.dataset import HiddenStates, pack
+from eyas.drafter.dataset import HiddenStates
 from eyas.drafter.model import Drafter
 from eyas.drafter.objective import StepCounts, find_predictions
+from eyas.drafter.packing import best_fit
 
 # Positions whose draft-vocabulary logits exist at the same time.
 _CHUNK = 1024
@@ -27,7 +28,7 @@ def chained_accuracy(
     device = drafter.d2t.device
     target_ids = drafter.target_ids
     counts = StepCounts.zero(steps)
-    for indices in pack(rows, data.lengths, batch_tokens):
+    for indices in best_fit(rows, data.lengths, batch_tokens):
         batch = data.batch(indices).to(device)
         found = find_predictions(batch, steps)
         states = drafter.ttt_states(batch.aux, batch.tokens, batch.positions, found.where)

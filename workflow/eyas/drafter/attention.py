@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter import flash
-from eyas.drafter.shared import Shared
+from eyas.drafter.shared import Elementwise, Shared
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -21,25 +21,24 @@ def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tens
     return angles.cos().float(), angles.sin().float()
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+@Elementwise
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """The rotation of [N, heads, d] by ± the angles; `cos`, `sin` [N, d] in the dtype of x."""
-    half = x.shape[-1] // 2
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    c, s = cos[:, None, :half], sin[:, None, :half]
-    torch.mul(x[..., :half], c, out=out[..., :half]).addcmul_(x[..., half:], s, value=-sign)
-    torch.mul(x[..., half:], c, out=out[..., half:]).addcmul_(x[..., :half], s, value=sign)
-    return out
+    first, second = x.chunk(2, -1)
+    c, s = cos[:, None, : first.shape[-1]], sin[:, None, : first.shape[-1]]
+    return torch.cat([(first * c).addcmul_(second, s, value=-sign), (second * c).addcmul_(first, s, value=sign)], -1)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        return _turned(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _turned(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1.0), None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -96,7 +95,12 @@ class _TTTAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, blocks: Sequence[Block], query: Tensor, keys: Sequence[Shared], values: Sequence[Shared], *used: Tensor
+        ctx: Any,
+        blocks: Sequence[Block],
+        query: Tensor,
+        keys: Sequence[Shared],
+        values: Sequence[Shared],
+        *used: Tensor,
     ) -> Tensor:
         # `used` repeats the values of keys and values, so that autograd sees them
         steps = len(used) // 2
@@ -165,9 +169,7 @@ class _TTTAttention(torch.autograd.Function):
         return None, grad_query, None, None, *[None] * len(used)
 
 
-def attend(
-    query: Tensor, keys: Sequence[Shared], values: Sequence[Shared], blocks: Sequence[Block]
-) -> Tensor:
+def attend(query: Tensor, keys: Sequence[Shared], values: Sequence[Shared], blocks: Sequence[Block]) -> Tensor:
     """:func:`ttt_attention` over tensors whose gradients are summed over the steps."""
     used = [shared.value for shared in (*keys, *values)]
     out: Tensor = _TTTAttention.apply(blocks, query, list(keys), list(values), *used)  # callers go on appending

@@ -20,8 +20,7 @@ from eyas.versions import VERSIONS
 
 FORMAT_VERSION = VERSIONS["drafter"]
 MODEL, CONFIG, STATE, FACTS = "model.safetensors", "config.json", "trainer_state.safetensors", "trainer_state.json"
-# The order in which they appear: the facts, which name the others' checksums, come last.
-FILES = (MODEL, CONFIG, STATE, FACTS)
+METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -50,16 +49,21 @@ def served_tensors(weights: dict[str, Tensor], shape: DrafterShape) -> dict[str,
     }
 
 
-def save_checkpoint(checkpoint: Checkpoint, folder: Path, fingerprint: str) -> None:
+def staging_of(folder: Path) -> Path:
+    """Where an unfinished epoch keeps what it has; Snakemake does not know it, so it survives a failure."""
+    return folder.parent / ".staging" / folder.name
+
+
+def save_checkpoint(checkpoint: Checkpoint, folder: Path, fingerprint: str, metrics: Path | None = None) -> None:
     """Write a checkpoint, whole or not at all (the caller holds the folder's lock).
 
     The trainer's state keeps float32 masters of all that is trained; what is frozen (the
-    embedding, the maps) is read back from model.safetensors.
+    embedding, the maps) is read back from model.safetensors. `metrics` is put beside them.
     """
     from safetensors.torch import save_file
 
     served = served_tensors(checkpoint.weights, checkpoint.shape)
-    staging = folder.parent / ".staging" / folder.name
+    staging = staging_of(folder) / "final"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     _ensure_room(checkpoint, staging)
@@ -69,12 +73,32 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, fingerprint: str) -> N
     state = {f"master.{name}": checkpoint.weights[name].float().contiguous() for name in trained}
     state |= {name: tensor.contiguous() for name, tensor in checkpoint.moments.items()}
     save_file(dict(sorted(state.items())), staging / STATE, metadata={"format": "pt"})
-    files = {name: describe_file(staging / name) for name in (MODEL, CONFIG, STATE)}
-    write_json(
-        staging / FACTS,
-        {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **checkpoint.facts, "files": files},
-    )
-    publish({staging / name: folder / name for name in FILES}, staging)
+    _publish(staging, folder, fingerprint, checkpoint.facts, metrics)
+
+
+def repeat_checkpoint(previous: Path, facts: dict[str, Any], folder: Path, fingerprint: str, metrics: Path) -> None:
+    """Write the checkpoint `previous` once more as `folder`, with other facts.
+
+    Copies, no hard links: names of one file would share its time, which Snakemake compares.
+    """
+    staging = staging_of(folder) / "final"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for name in (MODEL, CONFIG, STATE):
+        shutil.copyfile(previous / name, staging / name)
+    _publish(staging, folder, fingerprint, facts, metrics)
+
+
+def _publish(staging: Path, folder: Path, fingerprint: str, facts: dict[str, Any], metrics: Path | None) -> None:
+    names = [MODEL, CONFIG, STATE]
+    if metrics is not None:
+        names.append(METRICS)
+        shutil.copyfile(metrics, staging / METRICS)
+    files = {name: describe_file(staging / name) for name in names}
+    values = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **facts, "files": files}
+    write_json(staging / FACTS, values)
+    # the facts, which name the others' checksums, appear last; the saves inside the epoch go when all is there
+    publish({staging / name: folder / name for name in (*names, FACTS)}, staging.parent)
 
 
 def _ensure_room(checkpoint: Checkpoint, folder: Path) -> None:
@@ -119,6 +143,9 @@ def load_drafter(folder: Path) -> Drafter:
 def build_drafter(shape: DrafterShape, weights: dict[str, Tensor]) -> Drafter:
     """A float32 drafter with the given tensors."""
     drafter = Drafter(shape, weights["d2t"], weights["t2d"])
+    frozen = {name for name, parameter in drafter.named_parameters() if not parameter.requires_grad}
+    if frozen:  # never trained, so bf16 holds all of it: half the memory of a large embedding
+        drafter.embed_tokens.to(torch.bfloat16)
     drafter.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in weights.items()})
     return drafter
 

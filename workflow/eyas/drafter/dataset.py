@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
 from eyas.shards import is_held_out, map_arrays
 from eyas.tokenization import TokenShard, read_tokens
+
+Item = TypeVar("Item")
+Loaded = TypeVar("Loaded")
 
 _TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -38,6 +43,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+    def unsound_rows(self) -> list[int]:
+        """Ids of the rows whose states hold NaN or infinity."""
+        sound = torch.isfinite(self.aux).all(1) & torch.isfinite(self.last).all(1)
+        return [row for row, (start, end) in zip(self.row_ids, self.spans, strict=True) if not sound[start:end].all()]
 
 
 class HiddenStates:
@@ -82,6 +92,31 @@ class HiddenStates:
         chosen = [i for i, row in enumerate(self.row_ids) if is_held_out(int(row), held_out_every) == held_out]
         return np.array(chosen, dtype=np.int64)
 
+    def counted(self, draft_ids: np.ndarray, steps: int) -> np.ndarray:
+        """Predictions that count in the loss, by row and TTT step: int64 [rows, steps].
+
+        `draft_ids` int64 [V]: -1 where a target id is outside the draft vocabulary. Step i predicts
+        the tokens at 2+i and later of a row; they count where they are supervised and the target's
+        own argmax for them is in the draft vocabulary.
+        """
+        found = np.zeros((len(self), steps), dtype=np.int64)
+        first = 0
+        for states, tokens in zip(self._states, self._tokens, strict=True):
+            counts = np.zeros(len(tokens.input_ids) + 1, dtype=np.int64)
+            own = np.asarray(states["target_token"])[:-1]  # position p is predicted from p - 1
+            np.cumsum(tokens.loss_mask[1:].astype(bool) & (draft_ids[own] >= 0), out=counts[2:])
+            starts, ends = tokens.offsets[:-1], tokens.offsets[1:]
+            for step in range(steps):
+                begin = np.minimum(starts + 2 + step, ends)
+                found[first : first + len(tokens), step] = counts[ends] - counts[begin]
+            first += len(tokens)
+        return found
+
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens of each row: int64 [rows]."""
+        sums = [np.concatenate([[0], np.cumsum(t.loss_mask, dtype=np.int64)]) for t in self._tokens]
+        return np.concatenate([s[t.offsets[1:]] - s[t.offsets[:-1]] for s, t in zip(sums, self._tokens, strict=True)])
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Load rows by position and pack them."""
         parts: dict[str, list[np.ndarray]] = {name: [] for name in ("aux", "last", "ids", "target", "mask", "at")}
@@ -115,25 +150,17 @@ class HiddenStates:
         return (tensor.view(self.dtype) if array.dtype == np.uint16 else tensor).float()
 
 
-def pack(order: Sequence[int], lengths: np.ndarray, batch_tokens: int) -> Iterator[list[int]]:
-    """Cut rows, in the given order, into batches of at most `batch_tokens`.
+def ahead(load: Callable[[Item], Loaded], items: Iterable[Item]) -> Iterator[Loaded]:
+    """`load(item)` for each item, in order; a thread has the next one ready while one is used.
 
-    Every row is in exactly one batch; one that is longer than a batch goes alone.
+    An exception of `load` comes out here, in its turn.
     """
-    batch: list[int] = []
-    filled = 0
-    for index in order:
-        length = int(lengths[index])
-        if batch and filled + length > batch_tokens:
-            yield batch
-            batch, filled = [], 0
-        batch.append(int(index))
-        filled += length
-    if batch:
-        yield batch
-
-
-def epoch_batches(rows: np.ndarray, lengths: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of an epoch: a shuffle that depends on seed and epoch alone, packed whole."""
-    order = np.random.default_rng([seed, epoch]).permutation(rows)
-    return list(pack(order.tolist(), lengths, batch_tokens))
+    with ThreadPoolExecutor(1, thread_name_prefix="reading") as pool:
+        waiting: Future[Loaded] | None = None
+        for item in items:
+            following = pool.submit(load, item)
+            if waiting is not None:
+                yield waiting.result()
+            waiting = following
+        if waiting is not None:
+            yield waiting.result()

@@ -1,4 +1,4 @@
-"""Epoch 0: the drafter before training, from the target's last layer or from random weights."""
+"""Epoch 0: the drafter before training, from a layer of the target, from another drafter, or random."""
 
 from __future__ import annotations
 
@@ -10,87 +10,149 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.checkpoint import Checkpoint, save_checkpoint
+from eyas.drafter.imported import import_drafter
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, require, require_target
-from eyas.target.model import config_hash, load_tensors
+from eyas.target.model import config_hash
 from eyas.target.tokenizer import TargetReference, text_config
+from eyas.target.weights import load_tensors, stored_names
 from eyas.vocabulary import VocabularyMap
 
 log = logging.getLogger(__name__)
 
-_LAYER = (
+# Where targets keep their text decoder, and their head.
+_DECODERS = ("model.", "language_model.model.", "model.language_model.", "")
+_HEADS = ("lm_head.", "language_model.lm_head.")
+_PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-    "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+    "mlp.down_proj",
 )  # fmt: skip
+# Their norms multiply by 1 + weight (transformers 5.24), the drafter's by its weight.
+_NORMS_AROUND_ONE = {
+    "gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "qwen3_next", "qwen3_5_text", "muse_glimmer_text",
+    "muse_spark_text", "step3p5", "step3p7", "minimax_m3_vl_text",
+}  # fmt: skip
+
+
+def _embedding_and_head(target: TargetReference) -> tuple[str, str]:
+    """Stored names of the embedding and of the head (the same one where they are tied); raises EyasError."""
+    names = stored_names(target)
+
+    def find(stems: list[str]) -> str | None:
+        # By the stem: a quantised weight may have other names beside it only, and is refused as it is read.
+        return next((f"{stem}weight" for stem in stems if any(name.startswith(stem) for name in names)), None)
+
+    embedding, head = find([f"{prefix}embed_tokens." for prefix in _DECODERS]), find(list(_HEADS))
+    if embedding is None:
+        raise EyasError(f"target.path: no embedding (…embed_tokens.weight) among the weights of {target.path}")
+    if head is None and not getattr(text_config(target), "tie_word_embeddings", False):
+        raise EyasError(f"target.path: no head (lm_head.weight) among the weights of {target.path}")
+    return embedding, head or embedding
+
+
+def _load(target: TargetReference, name: str, dtype: torch.dtype | None = None, rows: Tensor | None = None) -> Tensor:
+    advice = "name a copy of the target whose embedding and head are not quantised"
+    found = load_tensors(target, [name], dtype, rows, advice)
+    if name not in found:
+        raise EyasError(f"target.path: no {name} among the weights of {target.path}")
+    return found[name]
 
 
 def load_head(target: TargetReference, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The target's embedding [V, Ht] and head (its `rows`, or all: [D, Ht]), float32; tied ones are one."""
-    prefixes = ("model.", "language_model.model.", "model.language_model.", "")
-    names = [f"{p}embed_tokens.weight" for p in prefixes]
-    heads = ["lm_head.weight", "language_model.lm_head.weight"]
-    found = load_tensors(target, names + heads)
-    embedding = next((found[name] for name in names if name in found), None)
-    if embedding is None:
-        raise EyasError(f"target.path: no embedding (…embed_tokens.weight) among the weights of {target.path}")
-    tied = bool(getattr(text_config(target), "tie_word_embeddings", False))
-    head = next((found[name] for name in heads if name in found), None)
-    if head is None and not tied:
-        raise EyasError(f"target.path: no head (lm_head.weight) among the weights of {target.path}")
-    head = embedding if head is None else head
-    return embedding, head if rows is None else head[rows]
+    """The target's embedding [V, Ht], in its stored dtype, and its head (its `rows`, or all: [D, Ht]), float32.
+
+    The embedding is memory-mapped. Raises EyasError where either is missing or quantised.
+    """
+    embedding, head = _embedding_and_head(target)
+    return _load(target, embedding), _load(target, head, torch.float32, rows)
 
 
-def random_weights(shape: DrafterShape, seed: int) -> dict[str, Tensor]:
-    """Normal weights (std 0.02), norms at one; the map's tensors are not among them."""
+def load_teacher_head(target: TargetReference, rows: Tensor) -> Tensor:
+    """The `rows` (int64 [D]) of the target's head: float32 [D, Ht]. Reads nothing else; raises EyasError."""
+    return _load(target, _embedding_and_head(target)[1], torch.float32, rows)
+
+
+def random_weights(shape: DrafterShape, seed: int, embedding: bool = True) -> dict[str, Tensor]:
+    """Normal weights (std 0.02), norms at one, float32; the map's tensors are not among them.
+
+    Without `embedding` there is no `embed_tokens.weight`, which is the largest; the others are the same.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, size in tensor_shapes(shape).items():
-        if name in ("d2t", "t2d"):
+    for name, size in tensor_shapes(shape).items():  # the embedding comes last: no other draws change without it
+        if name in ("d2t", "t2d") or (name == "embed_tokens.weight" and not embedding):
             continue
         weights[name] = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * 0.02
     return weights
 
 
-def _from_target_layer(weights: dict[str, Tensor], shape: DrafterShape, target: TargetReference) -> None:
-    """Put the target's last layer into the drafter's, in place.
+def _norm_places(names: set[str]) -> dict[str, str]:
+    """The drafter's norms by the target layer's: what each normalises is what counts, not its name."""
+    # Where a layer also normalises what comes out of its blocks, "post attention" is that, and has no place here.
+    before_mlp = "pre_feedforward_layernorm.weight"
+    if before_mlp not in names:
+        before_mlp = "post_attention_layernorm.weight"
+    return {
+        "input_layernorm.weight": "midlayer.hidden_norm.weight",
+        before_mlp: "midlayer.post_attention_layernorm.weight",
+    }
+
+
+def _from_target_layer(
+    weights: dict[str, Tensor], shape: DrafterShape, target: TargetReference, layer: int | None
+) -> None:
+    """Put a layer of the target (null: its last one) and its final norm into the drafter's, in place.
 
     The half of q, k and v that reads the state takes the layer's own projections; the half
     that reads the embedding stays small and random. `fc` hands on the highest aux state.
+    What the drafter has no place for is named in one warning.
     """
-    depth = int(text_config(target).num_hidden_layers)
-    prefixes = ("model.", "language_model.model.", "model.language_model.")
-    found = load_tensors(target, [f"{p}layers.{depth - 1}.{part}.weight" for p in prefixes for part in _LAYER])
-    layer = {name.split(f"layers.{depth - 1}.")[1]: tensor for name, tensor in found.items()}
-    places = {f"{part}.weight": f"midlayer.{part}.weight" for part in _LAYER}
-    places["input_layernorm.weight"] = "midlayer.hidden_norm.weight"
+    config = text_config(target)
+    depth = int(config.num_hidden_layers)
+    layer = depth - 1 if layer is None else layer
+    if not 0 <= layer < depth:
+        raise EyasError(f"model.init_layer: {layer} is no layer of the target, whose layers are 0 to {depth - 1}")
+    decoder = _embedding_and_head(target)[0].removesuffix("embed_tokens.weight")
+    prefix = f"{decoder}layers.{layer}."
+    names = {name.removeprefix(prefix) for name in stored_names(target) if name.startswith(prefix)}
+    places = {f"{part}.weight": f"midlayer.{part}.weight" for part in _PROJECTIONS} | _norm_places(names)
+    final_norm = f"{decoder}norm.weight"
+    found = load_tensors(target, [*(prefix + name for name in places), final_norm], advice="set model.init: random")
+    around_one = float(config.model_type in _NORMS_AROUND_ONE)
     for source, place in places.items():
-        goal, tensor = weights[place], layer.get(source)
+        goal, tensor = weights[place], found.get(prefix + source)
         wide = source.startswith(("self_attn.q", "self_attn.k", "self_attn.v"))
-        fits = tensor is not None and tensor.shape == (goal.shape[0], goal.shape[1] // 2) if wide else (
-            tensor is not None and tensor.shape == goal.shape
-        )  # fmt: skip
-        if tensor is None or not fits:
-            shape_text = "no such weight" if tensor is None else f"shape {tuple(tensor.shape)}"
+        expected = (goal.shape[0], shape.hidden_size) if wide else tuple(goal.shape)
+        if tensor is None or tuple(tensor.shape) != expected:
+            has = "is not there" if tensor is None else f"has the shape {tuple(tensor.shape)}, not {expected}"
             raise EyasError(
-                f"model.init: target_layer needs a target whose last layer is Llama-like and of the drafter's sizes,"
-                f" but {source} has {shape_text}; set model.init: random"
+                "model.init: target_layer needs a layer of the target that is Llama-like and of the drafter's sizes,"
+                f" but {source} of layer {layer} {has}; set model.init: random"
             )
         if wide:
             goal[:, shape.hidden_size :] = tensor
         else:
-            goal.copy_(tensor)
+            goal.copy_(tensor if tensor.dim() > 1 else tensor.float() + around_one)
     fc = weights["fc.weight"]
     fc.zero_()
     fc[:, 2 * shape.target_hidden_size :] = torch.eye(shape.hidden_size)
+    norm = found.get(final_norm)
+    if norm is not None and norm.shape == weights["norm.weight"].shape:
+        weights["norm.weight"] = norm.float() + around_one
+    _warn_of_what_is_left_out(target, layer, names - set(places), config)
 
 
-def _final_norm(target: TargetReference) -> Tensor | None:
-    found = load_tensors(
-        target, [f"{p}norm.weight" for p in ("model.", "language_model.model.", "model.language_model.")]
-    )
-    return next(iter(found.values()), None)
+def _warn_of_what_is_left_out(target: TargetReference, layer: int, names: set[str], config: Any) -> None:
+    left_out = sorted(name for name in names if not name.endswith("rotary_emb.inv_freq"))  # a constant
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "silu"
+    if activation not in ("silu", "swish"):
+        left_out.append(f"the activation {activation} (the drafter's is silu)")
+    if left_out:
+        log.warning(
+            "Layer %d of %s has parts that the drafter has no place for; they are left out, and training has to make"
+            " up for them: %s.", layer, target.path, ", ".join(left_out),
+        )  # fmt: skip
 
 
 def initialise(
@@ -102,7 +164,10 @@ def initialise(
     output: Path,
     fingerprint: str,
 ) -> None:
-    """Write the epoch-0 checkpoint. Raises EyasError when target, manifest and map do not fit together."""
+    """Write the epoch-0 checkpoint. `model_settings`: the fields of config.DrafterModel.
+
+    Raises EyasError when target, manifest, map and what the drafter starts from do not fit together.
+    """
     config = text_config(target)
     require_target(manifest, config_hash(target), target.path)
     require(manifest, hidden_size=int(config.hidden_size))
@@ -112,17 +177,20 @@ def initialise(
         )
     shape = DrafterShape.for_target(config, model_settings, len(mapping.d2t), manifest.layers)
     target_ids = torch.from_numpy(mapping.target_ids)
+    # Read whatever the start is: a head that the trainer cannot use is better refused now.
     embedding, head = load_head(target, target_ids)
-    weights = random_weights(shape, seed)
     frozen_embedding = shape.hidden_size == shape.target_hidden_size
+    weights = random_weights(shape, seed, embedding=not frozen_embedding)
     if frozen_embedding:
         weights["embed_tokens.weight"] = embedding
     if model_settings["init"] == "target_layer":
-        _from_target_layer(weights, shape, target)
-        weights["lm_head.weight"] = head.clone()
-        norm = _final_norm(target)
-        if norm is not None and norm.shape == weights["norm.weight"].shape:
-            weights["norm.weight"] = norm
+        _from_target_layer(weights, shape, target, model_settings.get("init_layer"))
+        weights["lm_head.weight"] = head
+    elif model_settings["init"] == "checkpoint":
+        if frozen_embedding:
+            weights["lm_head.weight"] = head  # of the draft ids that the other drafter does not have
+        start = import_drafter(Path(model_settings["init_from"]), shape, int(config.num_hidden_layers))
+        start.put_into(weights, target_ids)
     weights["d2t"] = torch.from_numpy(mapping.d2t.copy())
     weights["t2d"] = torch.from_numpy(mapping.t2d.copy())
     trained = sorted(set(weights) - {"d2t", "t2d"} - ({"embed_tokens.weight"} if frozen_embedding else set()))

@@ -95,9 +95,7 @@ class _TTTCrossEntropy(torch.autograd.Function):
                 torch.mm(narrow, head.T, out=logits)
             else:
                 logits.copy_(narrow @ head.T)
-            torch.index_select(
-                teacher_probabilities(last[speakers], teacher_head).to(wide), 0, which, out=probability
-            )
+            torch.index_select(teacher_probabilities(last[speakers], teacher_head).to(wide), 0, which, out=probability)
             top, choice = logits.max(-1)
             for place, found in zip(zip(predicted, parts, strict=True), choice.split(sizes), strict=True):
                 place[0][place[1]] = found

@@ -131,7 +131,9 @@ class Drafter(nn.Module):
     def inputs(self, tokens: Tensor, state: Tensor) -> Tensor:
         """[N, 2H]: normed embedding of the token that follows, normed state."""
         layer = self.midlayer
-        return torch.cat([layer.input_layernorm(self.embed_tokens(tokens)), layer.hidden_norm(state)], -1)
+        return torch.cat(
+            [layer.input_layernorm(self.embed_tokens(tokens).to(state.dtype)), layer.hidden_norm(state)], -1
+        )
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary(positions, self.shape.head_dim, self.shape.rope_theta)

@@ -18,7 +18,6 @@ from eyas.drafter.loss import StepTargets, ttt_cross_entropy
 from eyas.drafter.model import Drafter, StepPositions, TTTPositions
 from eyas.drafter.shared import SharedWeights
 
-
 # Positions are dropped between two steps when at least this share of them has nothing left to predict:
 # later steps then do less, at the price of copying the keys of those that stay.
 _WORTH_DROPPING = 0.03
@@ -124,7 +123,7 @@ def ttt_loss(
     draft_ids: Tensor,
     steps: int,
     decay: float,
-    totals: Sequence[int] | None = None,
+    totals: Sequence[float] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, int, StepCounts]:
     """Σ_i decay^i · mean over counted positions of cross-entropy(teacher, step i).
@@ -157,7 +156,7 @@ def ttt_loss(
     speakers, teacher = torch.cat(speaks).unique(return_inverse=True)
     divisors = totals if totals is not None else counted.sum(1).tolist()
     targets = [
-        StepTargets(pick, rows, decay**step / max(int(divisors[step]), 1))
+        StepTargets(pick, rows, decay**step / float(divisors[step]) if len(pick) else 0.0)
         for step, (pick, rows) in enumerate(zip(picks, teacher.split([len(p) for p in picks]), strict=True))
     ]
     loss, predicted = ttt_cross_entropy(

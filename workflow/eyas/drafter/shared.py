@@ -7,11 +7,34 @@ one buffer as the backward pass reaches it (`addmm_`), and the buffer becomes th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Elementwise(Generic[Arguments, Result]):
+    """A function of tensors without matrix products, which :func:`compile_elementwise` may compile."""
+
+    all: ClassVar[list[Elementwise]] = []
+
+    def __init__(self, function: Callable[Arguments, Result]) -> None:
+        self.function = function
+        Elementwise.all.append(self)
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return self.function(*args, **kwargs)
+
+
+def compile_elementwise() -> None:
+    """Compile these parts with torch.compile, in this process (needs a C++ compiler on a CPU)."""
+    for part in Elementwise.all:
+        part.function = torch.compile(part.function, dynamic=True)
 
 
 class Shared:
@@ -76,6 +99,23 @@ class _Product(torch.autograd.Function):
         return grad_x, None, grad if ctx.needs_input_grad[2] else None, None, None
 
 
+@Elementwise
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    return F.silu(gate).mul_(up)
+
+
+@Elementwise
+def _gate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    grad_up = grad * silu
+    # d silu = sigmoid · (1 + gate · (1 − sigmoid)) = sigmoid + silu · (1 − sigmoid)
+    slope = silu.addcmul_(silu, sigmoid, value=-1).add_(sigmoid)
+    return slope.mul_(grad).mul_(up), grad_up
+
+
 class _GatedProduct(torch.autograd.Function):
     """(silu(gate) · up) · weightᵀ; the gated product is made again in the backward pass, not kept."""
 
@@ -83,20 +123,15 @@ class _GatedProduct(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, value: Tensor, shared: Shared) -> Tensor:
         ctx.shared = shared
         ctx.save_for_backward(gate, up, value)
-        return F.silu(gate).mul_(up) @ value.T
+        return _gate(gate, up) @ value.T
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up, value = ctx.saved_tensors
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
         if ctx.needs_input_grad[2]:
-            ctx.shared.add_product(grad.T, silu * up, slice(None))
-        inner = grad @ value
-        grad_up = inner * silu
-        # d silu = sigmoid · (1 + gate · (1 − sigmoid)) = sigmoid + silu · (1 − sigmoid)
-        slope = silu.addcmul_(silu, sigmoid, value=-1).add_(sigmoid)
-        return slope.mul_(inner).mul_(up), grad_up, None, None
+            ctx.shared.add_product(grad.T, _gate(gate, up), slice(None))
+        grad_gate, grad_up = _gate_backward(grad @ value, gate, up)
+        return grad_gate, grad_up, None, None
 
 
 class SharedWeights:
@@ -114,9 +149,7 @@ class SharedWeights:
             self._weights[layer] = Shared(layer.weight.to(self.dtype))
         return self._weights[layer]
 
-    def __call__(
-        self, layer: nn.Linear, x: Tensor, columns: slice = slice(None), base: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, layer: nn.Linear, x: Tensor, columns: slice = slice(None), base: Tensor | None = None) -> Tensor:
         """[base +] x · weight[:, columns]ᵀ, [N, out]."""
         shared = self._of(layer)
         out: Tensor = _Product.apply(x.to(self.dtype), shared.value, base, shared, columns)
@@ -129,6 +162,7 @@ class SharedWeights:
         return out
 
 
+@Elementwise
 def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) · weight of [N, H], and 1 / rms(x) [N]; in float32 at least, result in the dtype of x."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -136,6 +170,7 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * scale[:, None]).mul_(weight).to(x.dtype), scale
 
 
+@Elementwise
 def normalise_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     grad = grad.to(scale.dtype)

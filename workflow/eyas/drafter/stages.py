@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eyas.drafter.checkpoint import FACTS
+from eyas.drafter.checkpoint import CONFIG, FACTS, MODEL, read_facts
+from eyas.drafter.checks import require_fit, verify_shards
+from eyas.drafter.epoch import Runtime
+from eyas.drafter.imported import init_checksum
 from eyas.drafter.initialise import initialise
+from eyas.drafter.processes import Processes
+from eyas.drafter.selection import best_epoch
+from eyas.drafter.shape import DrafterShape
 from eyas.drafter.trainer import train_epoch
-from eyas.extraction.manifest import read_manifest
-from eyas.shards import checksum, fingerprint, is_complete, read_json, write_lock
+from eyas.errors import EyasError
+from eyas.extraction.manifest import Manifest, read_manifest
+from eyas.shards import (
+    checksum,
+    describe_file,
+    fingerprint,
+    is_complete,
+    publish,
+    read_json,
+    write_json,
+    write_lock,
+)
 from eyas.target.tokenizer import TargetReference
 from eyas.versions import VERSIONS
 from eyas.vocabulary import read_map
 
 log = logging.getLogger(__name__)
+
+SELECTION = "selection.json"
 
 
 @contextmanager
@@ -38,8 +57,9 @@ def initialise_checkpoint(
     """Write epoch 0 to `folder`. `settings`: the fields of config.DrafterModel, and `seed`."""
     manifest = read_manifest(manifest_file)
     mark = fingerprint(
-        version=VERSIONS["drafter"], manifest=manifest.digest, vocabulary=checksum(vocabulary_file), settings=settings
-    )
+        version=VERSIONS["drafter"], manifest=manifest.digest, vocabulary=checksum(vocabulary_file), settings=settings,
+        start=init_checksum(settings),
+    )  # fmt: skip
     with _epoch_folder(folder, mark) as wanted:
         if wanted:
             initialise(target, manifest, read_map(vocabulary_file), settings, settings["seed"], folder, mark)
@@ -52,21 +72,71 @@ def train_checkpoint(
     epoch: int,
     settings: dict[str, Any],
     folder: Path,
-    device: torch.device,
+    processes: Processes,
+    runtime: Runtime | None = None,
+    expected: dict[str, Any] | None = None,
+    verified: Path | None = None,
 ) -> None:
     """Write epoch `epoch` to `folder`, from the one before beside it.
 
-    `settings`: the fields of config.Training, `seed` and `held_out_every`.
+    `settings`: the fields of config.Training, `seed` and `held_out_every`. `expected`: see
+    `require_fit`; `verified`: see `verify_shards`. Several processes call this together.
     """
-    manifest = read_manifest(manifest_file)
+
+    def prepare() -> tuple[Manifest, str]:
+        manifest = read_manifest(manifest_file)
+        before = read_json(previous / FACTS, "checkpoint")
+        shape = DrafterShape.from_config_json(read_json(previous / CONFIG, "drafter configuration"))
+        if processes.rank == 0:
+            require_fit(manifest, target, shape, expected or {})
+            verify_shards(manifest, tokens_folder, verified)
+        mark = fingerprint(
+            version=VERSIONS["training"], manifest=manifest.digest, before=before["files"], epoch=epoch,
+            settings=settings,
+        )  # fmt: skip
+        return manifest, mark
+
     previous = folder.parent / f"epoch_{epoch - 1}"
-    before = read_json(previous / FACTS, "checkpoint")
-    mark = fingerprint(
-        version=VERSIONS["training"], manifest=manifest.digest, before=before["files"], epoch=epoch, settings=settings
-    )
-    with _epoch_folder(folder, mark) as wanted:
-        if wanted:
+    manifest, mark = processes.first_then_all(prepare)
+    # the first process holds the lock for all of them
+    with _epoch_folder(folder, mark) if processes.rank == 0 else nullcontext(True) as wanted:
+        if int(processes.sum(torch.tensor(int(processes.rank == 0 and wanted)))):
             train_epoch(
                 manifest, tokens_folder, target, previous, epoch, settings, settings["held_out_every"],
-                settings["seed"], folder, mark, device,
+                settings["seed"], folder, mark, processes, runtime,
             )  # fmt: skip
+
+
+def select_best(last: Path, output: Path) -> None:
+    """Put the best epoch up to `last` (a folder) into the folder `output`, with `selection.json`, which says why."""
+    history = read_facts(last)["history"]
+    chosen = best_epoch(history)
+    source = last.parent / f"epoch_{chosen}"
+    facts = read_facts(source)
+    mark = fingerprint(version=VERSIONS["selection"], files=facts["files"], history=history)
+    sidecar = output / SELECTION
+    with write_lock(output):
+        if is_complete(sidecar, mark):
+            return
+        staging = output.parent / ".staging" / output.name
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        for name in (MODEL, CONFIG):
+            if describe_file(source / name) != facts["files"][name]:
+                raise EyasError(
+                    f"{source / name}: not as it was written (checksum); delete {source} and run snakemake again"
+                )
+            shutil.copyfile(source / name, staging / name)
+        measured = {record["epoch"]: record.get("held_out") for record in history}
+        write_json(
+            staging / SELECTION,
+            {
+                "format_version": VERSIONS["selection"], "fingerprint": mark, "epoch": chosen,
+                "last_epoch": history[-1]["epoch"] if history else 0,
+                "definition": "the epoch with the longest expected acceptance length on the held-out rows",
+                "held_out": measured,
+                "files": {name: facts["files"][name] for name in (MODEL, CONFIG)},
+            },
+        )  # fmt: skip
+        publish({staging / name: output / name for name in (MODEL, CONFIG, SELECTION)}, staging)
+        log.info("The best epoch up to %s is %d.", last.name, chosen)

@@ -1,6 +1,7 @@
 """What every script does: arguments, a log that people can read, progress, clear errors."""
 
+from eyas.jobs.launch import launch
 from eyas.jobs.progress import Progress
 from eyas.jobs.script import job_parser, run_job
 
-__all__ = ["Progress", "job_parser", "run_job"]
+__all__ = ["Progress", "job_parser", "launch", "run_job"]

@@ -7,6 +7,8 @@ import time
 
 log = logging.getLogger(__name__)
 
+_BAR = 20
+
 
 def duration(seconds: float) -> str:
     """Seconds as `mm:ss` or `h:mm:ss`."""
@@ -34,13 +36,20 @@ class Progress:
             self.logged = time.monotonic()
             log.info("%s", self.line(note))
 
+    @property
+    def speed(self) -> float:
+        """Units a second since the start."""
+        return (self.done - self.already) / max(time.monotonic() - self.started, 1e-9)
+
     def line(self, note: str = "") -> str:
-        elapsed = max(time.monotonic() - self.started, 1e-9)
-        speed = (self.done - self.already) / elapsed
+        """A bar and the figures; a line of its own each time, so that jobs side by side stay readable."""
+        speed = self.speed
         share = 100 * self.done / self.total if self.total else 100.0
+        full = int(min(share, 100.0) / 100 * _BAR)
+        bar = "#" * full + "-" * (_BAR - full)
         left = f", {duration((self.total - self.done) / speed)} left" if speed > 0 and self.done < self.total else ""
         return (
-            f"{self.what}: {self.done:,.0f} of {self.total:,.0f} {self.unit} ({share:.0f}%),"
+            f"{self.what} [{bar}] {self.done:,.0f} of {self.total:,.0f} {self.unit} ({share:.0f}%),"
             f" {speed:,.1f} {self.unit}/s{left}{'; ' + note if note else ''}"
         )
 

@@ -10,12 +10,14 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from eyas.devices import lease_gpus
 from eyas.errors import EyasError
+from eyas.jobs.launch import die_with_parent
 
 log = logging.getLogger("eyas")
 
@@ -39,9 +41,9 @@ def job_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _start_logging(file: Path | None, label: str) -> None:
+def _start_logging(file: Path | None, label: str, level: int) -> None:
     root = logging.getLogger("eyas")
-    root.setLevel(logging.INFO)
+    root.setLevel(level)
     root.propagate = False
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(logging.Formatter(f"[{label}] %(message)s" if label else "%(message)s"))
@@ -63,22 +65,33 @@ def _allow_many_files() -> None:
             pass
 
 
-def run_job(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None]) -> None:
-    """Parse the command line, hold the GPUs, do the work; exits 0, 1 (clear error) or 130 (Ctrl-C)."""
+def run_job(
+    parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None], rank: int | None = None
+) -> None:
+    """Parse the command line, hold the GPUs, do the work; exits 0, 1 (clear error) or 130 (Ctrl-C).
+
+    `rank`: this process's place among those of one job that torchrun started. Whoever started them
+    holds the GPUs; the first writes the log, the others only say what goes wrong.
+    """
     args = parser.parse_args()
+    if rank is not None:
+        die_with_parent()
+        if rank:
+            args.log, args.label = None, f"{args.label} process {rank}".strip()
     # Before torch and tokenizers are imported (by `work`): they read these once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        _start_logging(args.log, args.label)
+        _start_logging(args.log, args.label, logging.ERROR if rank else logging.INFO)
     except OSError as exc:
         sys.exit(f"error: {args.log}: {_DISK_ERRORS.get(exc.errno or 0, exc.strerror)}")
     _allow_many_files()
     started = time.monotonic()
     try:
-        with lease_gpus(args.gpu if args.gpu_wanted is None else args.gpu_wanted, args.gpu):
+        wanted = args.gpu if args.gpu_wanted is None else args.gpu_wanted
+        with lease_gpus(wanted, args.gpu) if rank is None else nullcontext():
             work(args)
     except EyasError as exc:
         for line in str(exc).splitlines():

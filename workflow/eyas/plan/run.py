@@ -85,6 +85,20 @@ class RunPlan:
         return _json(settings | {"seed": self.config.seed, "held_out_every": self.config.data.held_out_every})
 
     @property
+    def expected_json(self) -> str:
+        """What the configuration says of the hidden states, for the trainer to compare with the manifest."""
+        extraction = self.config.extraction
+        return _json({"layers": extraction.layers, "dtype": extraction.dtype, "rows": self.rows})
+
+    def initial_files(self, drafter: str) -> list[str]:
+        """Files of the drafter that `init: checkpoint` starts from."""
+        folder = self.config.drafters[drafter].model.init_from
+        if folder is None:
+            return []
+        names = ("config.json", "model.safetensors", "model.safetensors.index.json")
+        return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+
+    @property
     def drafters_json(self) -> str:
         """Epochs and draft vocabulary size of each drafter, for the summary."""
         return _json({n: [d.training.epochs, d.draft_vocab_size] for n, d in self.config.drafters.items()})
@@ -106,6 +120,7 @@ def plan_run(values: Mapping[str, Any], source: str) -> RunPlan:
         if sizes:
             check_against_target(config, sizes)
         rows = _count_rows(config)
+        _check_starts(config)
         _check_results(config.results)
     except EyasError as exc:
         raise EyasError("\n".join(f"{source}: {line}" for line in str(exc).splitlines())) from None
@@ -151,6 +166,17 @@ def _count_rows(config: Config) -> int:
             f" files; write at most {rows}"
         )
     return rows
+
+
+def _check_starts(config: Config) -> None:
+    """Whether the drafters that others start from are there."""
+    for name, drafter in config.drafters.items():
+        folder = drafter.model.init_from
+        if folder is not None and not os.path.isfile(os.path.join(folder, "config.json")):
+            raise EyasError(
+                f"drafters.{name}.model.init_from: {folder} has no config.json; name the folder of a drafter"
+                " (config.json and model.safetensors)"
+            )
 
 
 def _check_results(results: str) -> None:

@@ -19,14 +19,16 @@ def _drafter_facts(run: Path, name: str, epochs: int, draft_vocab_size: int) -> 
     folder = run / "drafters" / name
     training = read_json(folder / f"epoch_{epochs}" / "trainer_state.json", "checkpoint")
     evaluation = read_json(folder / "evaluation.json", "evaluation")
+    selection = read_json(folder / "best" / "selection.json", "selection")
     vocabulary = read_json(run / "vocab_map" / f"{draft_vocab_size}.json", "vocabulary sidecar")
     return {
         "draft_vocab_size": draft_vocab_size,
         "coverage": vocabulary["coverage"],
         "coverage_held_out": vocabulary["coverage_held_out"],
         "epochs": epochs,
+        "best_epoch": selection["epoch"],
         "parameters": training["parameters"],
-        "loss_by_epoch": [record["loss"] for record in training["history"]],
+        "loss_by_epoch": [record["loss"] for record in training["history"] if "loss" in record],
         "draft_steps": evaluation["draft_steps"],
         "acceptance": {
             which: {
@@ -87,6 +89,7 @@ def render(facts: dict[str, Any], run: Path) -> str:
             f" {_share(drafter['coverage_held_out'])} of the held-out ones",
         )
         table.add_row("loss by epoch", ", ".join(f"{loss:.3f}" for loss in drafter["loss_by_epoch"]))
+        table.add_row("best epoch", f"{drafter['best_epoch']}, by the held-out rows; evaluated and exported")
         for which, values in drafter["acceptance"].items():
             table.add_row(
                 f"acceptance, {which}",

@@ -7,7 +7,6 @@ import inspect
 import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,36 +117,3 @@ def load_target(target: TargetReference, gpus: int = 0) -> TargetModel:
         device,
     )
     return TargetModel(model, decoder, layers, head, device)
-
-
-def load_tensors(target: TargetReference, names: list[str]) -> dict[str, torch.Tensor]:
-    """Read single weights of a local target, as float32, without loading the model.
-
-    Raises EyasError naming what is missing; KeyError is never raised.
-    """
-    from safetensors import safe_open
-
-    folder = Path(target.path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            wanted = ["model*.safetensors*"]
-            folder = Path(snapshot_download(target.path, revision=target.revision, allow_patterns=wanted))
-        except Exception as exc:
-            raise unreadable(target, "weights", exc) from None
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                places = dict.fromkeys(file.keys(), "model.safetensors")
-        tensors = {}
-        for name in names:
-            if name in places:
-                with safe_open(folder / places[name], framework="pt") as file:
-                    tensors[name] = file.get_tensor(name).float()
-    except Exception as exc:
-        raise unreadable(target, "safetensors weights", exc) from None
-    return tensors
