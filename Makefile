@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test lint docs clean-venv
+.PHONY: demo test lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
@@ -20,6 +20,10 @@ lint: $(STAMP)
 	$(VENV)/bin/snakefmt --check Snakefile rules
 	$(VENV)/bin/snakemake --lint
 	$(VENV)/bin/mypy
+
+# Every benchmark, on an otherwise idle machine: about an hour with the peers' installation.
+bench: $(STAMP)
+	$(VENV)/bin/python benchmarks/train_step.py --json
 
 # What is generated: the page on the configuration keys, the picture of the rule graph (needs Graphviz).
 docs: $(STAMP)

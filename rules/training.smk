@@ -6,7 +6,7 @@ rule initialise_drafter:
         manifest=f"{RUN}/hidden_states/data_config.json",
         vocabulary=vocabulary_of,
         target=ancient(PLAN.target_files),
-        start=ancient(initial_files),
+        start=initial_files,
     output:
         **epoch_files(0),
     log:

@@ -1,23 +1,22 @@
-"""Batches: every row exactly once, whole, never over the limit; states bit for bit as they were stored."""
+"""Reading: states bit for bit as stored, counts of what is predicted as loops find them, one batch ahead."""
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from drafter_reference import extracted, random_rows, save_llama, write_tokens
-from eyas.drafter.dataset import HiddenStates
-from eyas.drafter.packing import best_fit, epoch_batches
+from eyas.drafter.dataset import HiddenStates, ahead
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 LENGTHS = [7, 3, 12, 1, 5, 9]  # rows 0 … 2 and 3 … 5, in two shards
-rows_strategy = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
@@ -29,42 +28,6 @@ def manifest(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def tokens_folder(manifest: Manifest) -> Path:
     return manifest.path.parent.parent / "tokens"
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows_strategy, st.integers(1, 1000), st.integers(0, 2**31 - 1), st.integers(1, 50), st.data())
-def test_every_row_exactly_once_and_no_batch_too_large(
-    lengths: list[int], batch_tokens: int, seed: int, epoch: int, data: st.DataObject
-) -> None:
-    chosen = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))  # the training rows among all
-    batches = epoch_batches(np.array(chosen), np.array(lengths), batch_tokens, seed, epoch)
-    assert sorted(i for batch in batches for i in batch) == chosen
-    for batch in batches:
-        assert batch
-        assert len(batch) == 1 or sum(lengths[i] for i in batch) <= batch_tokens
-
-
-@settings(max_examples=30, deadline=None)
-@given(rows_strategy, st.integers(1, 1000))
-def test_pack_keeps_the_order_and_wastes_no_batch(lengths: list[int], batch_tokens: int) -> None:
-    batches = best_fit(range(len(lengths)), np.array(lengths), batch_tokens)
-    assert [i for batch in batches for i in batch] == list(range(len(lengths)))
-    for batch, following in zip(batches, batches[1:], strict=False):  # a batch ends where the next row does not fit
-        assert sum(lengths[i] for i in batch) + lengths[following[0]] > batch_tokens
-
-
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    rows, lengths = np.arange(40), np.ones(200, dtype=np.int64)
-
-    def order(seed: int, epoch: int, batch_tokens: int = 4) -> list[int]:
-        return [i for batch in epoch_batches(rows, lengths, batch_tokens, seed, epoch) for i in batch]
-
-    state = np.random.get_state()[1].copy()
-    assert order(3, 1) == order(3, 1) == order(3, 1, batch_tokens=7)
-    assert order(3, 1) != order(3, 2)
-    assert order(3, 1) != order(4, 1)
-    assert order(3, 1) != sorted(order(3, 1))
-    assert np.array_equal(np.random.get_state()[1], state)  # the global stream is left alone
 
 
 def test_a_batch_holds_the_stored_states_bit_for_bit(manifest: Manifest) -> None:
@@ -135,3 +98,118 @@ def test_tokens_of_other_rows_are_refused(what: str, tmp_path: Path) -> None:
 def test_missing_tokens_are_one_clear_error(manifest: Manifest, tmp_path: Path) -> None:
     with pytest.raises(EyasError, match="rows_0-3.safetensors: this file is missing"):
         HiddenStates(manifest, tmp_path)
+
+
+# ---- what is predicted, by row and step ----
+
+
+@pytest.fixture(scope="module")
+def spotty(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Three shards of rows with gaps in their masks: also one to three tokens, nothing or all supervised."""
+    random = np.random.default_rng(7)
+    lengths, shards, first = [[1, 9, 2, 14], [3], [11, 1, 2, 3, 8, 20]], [], 0
+    for number, part in enumerate(lengths):
+        rows = random_rows(part, seed=number, first_row=first)
+        for _, _, mask in rows:
+            mask[:] = random.random(len(mask)) < 0.6
+        shards.append(rows)
+        first += len(part)
+    shards[0][3][2][:] = 0
+    shards[2][0][2][:] = 1
+    shards[2][3][2][:] = 1
+    folder = tmp_path_factory.mktemp("spotty")
+    return extracted(folder, save_llama(folder / "target"), shards)
+
+
+def stored_rows(manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Mask and the target's own argmax of each row, read without eyas."""
+    for shard in manifest.shards:
+        states, tokens = load_file(shard), load_file(tokens_folder(manifest) / shard.name)
+        for a, b in itertools.pairwise(tokens["offsets"].tolist()):
+            yield tokens["loss_mask"][a:b].numpy(), states["target_token"][a:b].numpy()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7, 25])  # up to more than the longest row has tokens
+def test_counted_equals_loops_over_rows_and_steps(spotty: Manifest, steps: int) -> None:
+    data = HiddenStates(spotty, tokens_folder(spotty))
+    draft_ids = np.full(40, -1)
+    draft_ids[::3] = np.arange(14)
+    expected = []
+    for mask, own in stored_rows(spotty):
+        row = [0] * steps
+        for step in range(steps):
+            for position in range(len(mask)):
+                predicted = position + 2 + step
+                if predicted < len(mask) and mask[predicted] and own[predicted - 1] % 3 == 0:
+                    row[step] += 1
+        expected.append(row)
+    found = data.counted(draft_ids, steps)
+    assert (found.dtype, found.tolist()) == (np.int64, expected)
+    assert found.any(1).sum() > 3 and found.sum() < data.counted(np.arange(40), steps).sum()
+    assert not found[[0, 2, 3, 6, 7]].any()  # one token, two tokens, an empty mask
+
+
+def test_nothing_counts_without_a_draft_vocabulary(spotty: Manifest) -> None:
+    assert not HiddenStates(spotty, tokens_folder(spotty)).counted(np.full(40, -1), 3).any()
+
+
+def test_supervised_tokens_of_each_row(spotty: Manifest) -> None:
+    found = HiddenStates(spotty, tokens_folder(spotty)).supervised().tolist()
+    assert found == [int(mask.sum()) for mask, _ in stored_rows(spotty)]
+    assert (found[3], found[5], found[8]) == (0, 11, 3)
+
+
+# ---- one ahead ----
+
+
+class Loader:
+    """Loads numbers by doubling them; knows which loads were begun, and waits for one."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.failing, self.begun, self.changed = failing, [], threading.Condition()
+
+    def __call__(self, item: int) -> int:
+        with self.changed:
+            self.begun.append(item)
+            self.changed.notify_all()
+        if item == self.failing:
+            raise EyasError(f"cannot read {item}")
+        return 2 * item
+
+    def wait_for(self, count: int) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: len(self.begun) >= count, timeout=20)
+
+
+def test_one_item_is_loaded_ahead_and_no_more() -> None:
+    load, seen = Loader(), []
+    for loaded in ahead(load, range(6)):
+        seen.append(loaded)
+        assert load.wait_for(min(len(seen) + 1, 6))  # while this one is used, by another thread
+        threading.Event().wait(0.02)
+        assert load.begun == list(range(min(len(seen) + 1, 6)))
+    assert seen == [0, 2, 4, 6, 8, 10]
+    assert list(ahead(load, [])) == []
+    assert list(ahead(load, [3])) == [6]
+
+
+def test_a_failed_load_comes_out_in_its_turn() -> None:
+    load, seen = Loader(failing=3), []
+    with pytest.raises(EyasError, match="cannot read 3"):
+        for loaded in ahead(load, range(9)):
+            seen.append(loaded)
+    assert seen == [0, 2, 4]
+    assert load.begun in ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+
+
+def test_loading_stops_when_nobody_wants_more() -> None:
+    load = Loader()
+    items = ahead(load, itertools.count())
+    assert [next(items), next(items)] == [0, 2]
+    items.close()
+    assert load.begun in ([0, 1], [0, 1, 2])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reading")]
+    with pytest.raises(ZeroDivisionError):
+        for loaded in ahead(load, itertools.count()):
+            _ = 1 // (loaded - 4)
+    assert len(load.begun) <= 7

@@ -2,68 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, replace
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from drafter_reference import TRAINING, extracted, file_bytes, random_rows, save_llama
+from drafter_reference import TRAINING, file_bytes, random_rows
+from drafter_runs import LENGTHS, SEED, Run, history_of, make_run, metrics_of, same_epoch
 from eyas.drafter.checkpoint import build_drafter, load_checkpoint
-from eyas.drafter.dataset import HiddenStates
-from eyas.drafter.initialise import initialise
+from eyas.drafter.epoch import Runtime
 from eyas.drafter.objective import ttt_loss
 from eyas.drafter.packing import epoch_batches
-from eyas.drafter.processes import Processes
 from eyas.drafter.step import learning_rate
-from eyas.drafter.trainer import train_epoch
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
-from eyas.target.tokenizer import TargetReference
-from eyas.vocabulary import VocabularyMap
-from eyas.vocabulary.mapping import build_map
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-OPEN = dict.fromkeys(
-    ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-)  # the target's
-HELD_OUT_EVERY, SEED, DRAFT_VOCAB = 5, 3, 30
-
-
-@dataclass
-class Run:
-    """A random target, states of its rows, and a vocabulary map."""
-
-    folder: Path
-    target: TargetReference
-    manifest: Manifest
-    mapping: VocabularyMap
-
-    def start(self, output: Path, init: str = "target_layer", **sizes: int) -> Path:
-        initialise(self.target, self.manifest, self.mapping, OPEN | sizes | {"init": init}, SEED, output, "mark")
-        return output
-
-    def train(
-        self, previous: Path, epoch: int, output: Path, held_out_every: int = HELD_OUT_EVERY, **changes: Any
-    ) -> Path:
-        train_epoch(
-            self.manifest, self.folder / "tokens", self.target, previous, epoch, TRAINING | changes, held_out_every,
-            SEED, output, "mark", Processes.alone(torch.device("cpu")),
-        )  # fmt: skip
-        return output
-
-
-def make_run(folder: Path, rows: list[tuple], **target_changes: Any) -> Run:
-    target = save_llama(folder / "target", **target_changes)
-    counts = np.bincount(np.concatenate([ids for _, ids, _ in rows]), minlength=40)
-    return Run(folder, target, extracted(folder, target, [rows]), build_map(counts, DRAFT_VOCAB, [2]))
+FILES = {"model.safetensors", "config.json", "trainer_state.safetensors", "trainer_state.json"}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return make_run(tmp_path_factory.mktemp("run"), random_rows([17, 9, 24, 12, 20, 15, 8, 22, 11, 18, 14, 21]))
+    return make_run(tmp_path_factory.mktemp("run"), random_rows(LENGTHS))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +58,7 @@ def test_epochs_by_themselves_equal_one_long_training_bit_for_bit(run: Run, epoc
     """A loop written here, two epochs without a checkpoint between them: nothing is lost in saving and loading."""
     checkpoint = load_checkpoint(epochs[0])
     drafter = build_drafter(checkpoint.shape, checkpoint.weights)
-    data = HiddenStates(run.manifest, run.folder / "tokens")
+    data = run.data
     rows = np.array([row for row in range(12) if row % 5 != 4])
     head = AutoModelForCausalLM.from_pretrained(run.target.path).lm_head.weight.detach()[run.mapping.target_ids]
     optimizer = torch.optim.AdamW(
@@ -126,8 +92,59 @@ def test_training_again_gives_the_same_bytes(run: Run, epochs: list[Path], tmp_p
     for epoch in (0, 1, 2):
         if epoch:
             place = run.train(place, epoch, tmp_path / f"epoch_{epoch}")
-        assert len(file_bytes(place)) == 4
+        assert sorted(file_bytes(place)) == sorted(FILES | ({"metrics.jsonl"} if epoch else set()))
         assert file_bytes(place) == file_bytes(epochs[epoch])
+    assert not (tmp_path / ".staging").exists()
+
+
+def test_metrics_have_a_line_for_each_step(run: Run, epochs: list[Path]) -> None:
+    step, counted = 0, run.data.counted(run.mapping.draft_ids(), 3)
+    for epoch in (1, 2, 3):
+        batches, lines, record = run.batches(epoch), metrics_of(epochs[epoch]), history_of(epochs[epoch])[-1]
+        assert [(line["epoch"], line["step"]) for line in lines] == [(epoch, step + 1 + i) for i in range(len(batches))]
+        step += len(batches)
+        for line, batch in zip(lines, batches, strict=True):
+            assert line["tokens"] == sum(LENGTHS[row] for row in batch) <= 48
+            assert line["counted"] == counted[batch].sum()
+            chain = np.cumprod([a or 0 for a in line["accuracy_by_step"]])
+            assert line["acceptance_length"] == pytest.approx(1 + chain.sum())
+            assert 0 < line["gradient_norm"] < 1e3
+            assert line["learning_rate"] == learning_rate(line["step"] - 1, len(batches), TRAINING)
+            assert not [key for key in line if "second" in key or "time" in key]  # the same run, the same file
+        assert record["loss"] == pytest.approx(np.mean([line["loss"] for line in lines]))
+        assert (record["steps"], record["rows"], record["tokens"]) == (len(batches), 10, sum(LENGTHS) - 20 - 18)
+        assert record["counted"] == sum(line["counted"] for line in lines)
+
+
+def test_passes_change_the_last_bits_only(run: Run, epochs: list[Path], tmp_path: Path) -> None:
+    """A batch in several passes through the drafter: gradients add up to the batch's."""
+    place = run.train(epochs[0], 1, tmp_path / "epoch_1", runtime=Runtime(micro_tokens=12))
+    assert not same_epoch(place, epochs[1])
+    for line, whole in zip(metrics_of(place), metrics_of(epochs[1]), strict=True):
+        for key in ("loss", "gradient_norm"):
+            assert line[key] == pytest.approx(whole[key], rel=1e-5)
+        assert {k: line[k] for k in ("step", "tokens", "counted")} == {
+            k: whole[k] for k in ("step", "tokens", "counted")
+        }
+    found, expected = load_checkpoint(place), load_checkpoint(epochs[1])
+    for name, tensor in found.weights.items():
+        torch.testing.assert_close(tensor, expected.weights[name], rtol=0, atol=2e-4, msg=name)
+
+
+def test_bfloat16_products_with_float32_masters(run: Run, epochs: list[Path], tmp_path: Path) -> None:
+    place = run.train(epochs[0], 1, tmp_path / "epoch_1", precision="bfloat16")
+    ours, exact = metrics_of(place), metrics_of(epochs[1])
+    for line, whole in zip(ours, exact, strict=True):
+        assert line["loss"] == pytest.approx(whole["loss"], rel=2e-2)
+        assert line["gradient_norm"] == pytest.approx(whole["gradient_norm"], rel=0.1)
+    assert abs(ours[0]["loss"] - exact[0]["loss"]) > 1e-6 * exact[0]["loss"]  # they were really used
+    state, before = load_file(place / "trainer_state.safetensors"), load_checkpoint(epochs[0]).weights
+    for name, tensor in state.items():
+        assert tensor.dtype == torch.float32, name
+        if name.startswith("master."):
+            moved = tensor - before[name.removeprefix("master.")]
+            assert 0 < moved.abs().max() < 0.5
+            assert not torch.equal(tensor, tensor.bfloat16().float()), name  # updates finer than bf16 are not lost
 
 
 def test_more_epochs_leave_the_finished_ones_as_they_are(run: Run, epochs: list[Path], tmp_path: Path) -> None:
@@ -142,10 +159,12 @@ def test_the_frozen_embedding_and_the_map_do_not_move(run: Run, epochs: list[Pat
     assert torch.equal(last.weights["embed_tokens.weight"], embedding.detach().bfloat16())
 
 
-SCHEDULE = dict(learning_rate=2.0, min_learning_rate_ratio=0.1, warmup_steps=4, schedule_epochs=2)
+SCHEDULE = dict(learning_rate=2.0, min_learning_rate_ratio=0.1, warmup_steps=4, schedule_epochs=2, decay_share=0.25)
 
 
-@pytest.mark.parametrize("schedule, at_12, end", [("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2.0, 2.0)])
+@pytest.mark.parametrize(
+    "schedule, at_12, end", [("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2.0, 2.0), ("wsd", 2.0, 0.2)]
+)
 def test_learning_rate(schedule: str, at_12: float, end: float) -> None:
     rate = [learning_rate(step, 10, SCHEDULE | {"schedule": schedule}) for step in range(60)]
     assert rate[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
@@ -156,6 +175,8 @@ def test_learning_rate(schedule: str, at_12: float, end: float) -> None:
         assert rate[8] == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi / 4)))
     if schedule == "linear":
         assert rate[8] == pytest.approx(0.2 + 1.8 * 0.75)
+    if schedule == "wsd":
+        assert rate[4:21] == pytest.approx([2.0] * 13 + [1.55, 1.1, 0.65, 0.2])  # the last quarter of 16 steps
     assert learning_rate(0, 10, SCHEDULE | {"schedule": schedule, "warmup_steps": 0}) == 2.0
 
 
@@ -177,86 +198,51 @@ def test_no_training_row_is_an_error(run: Run, epochs: list[Path], tmp_path: Pat
         run.train(epochs[0], 1, tmp_path / "epoch_1", held_out_every=1)
 
 
-def test_rows_that_teach_nothing_are_an_error(tmp_path: Path) -> None:
-    """The first prediction is the third token: masks on the first two only would train to nothing in silence."""
-    rows = random_rows([9, 7])
-    for _, _, mask in rows:
-        mask[:], mask[:2] = 0, 1
+MASKS = {
+    "all-zero loss masks": lambda mask: mask.fill(0),
+    # the first prediction is the third token: masks on the first two only would train to nothing in silence
+    "no position of 2 rows predicts a supervised token": lambda mask: np.copyto(mask, np.arange(len(mask)) < 2),
+}
+
+
+@pytest.mark.parametrize("message", MASKS)
+def test_rows_that_teach_nothing_are_refused_before_the_first_step(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, steps = random_rows([9, 7, 8]), []  # the third one is held out: its mask does not help
+    for _, _, mask in rows[:2]:
+        MASKS[message](mask)
     run = make_run(tmp_path, rows)
-    with pytest.raises(EyasError, match="no usable training row"):
-        run.train(run.start(tmp_path / "epoch_0"), 1, tmp_path / "epoch_1")
-    assert not (tmp_path / "epoch_1").exists()
+    start = run.start(tmp_path / "drafter" / "epoch_0")
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: steps.append(1))
+    with pytest.raises(EyasError, match=f"no usable training row: .*{message}"):
+        run.train(start, 1, tmp_path / "drafter" / "epoch_1", held_out_every=3, runtime=Runtime(checkpoint_seconds=0))
+    assert (steps, os.listdir(tmp_path / "drafter")) == ([], ["epoch_0"])
 
 
-def test_a_loss_that_is_no_number_names_the_rows(run: Run, epochs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(EyasError, match=r"epoch 1, step \d+: loss .* in a batch of rows \[\d"):
+@pytest.mark.parametrize("micro_tokens", [8192, 25])
+def test_states_that_are_no_numbers_name_their_rows(
+    micro_tokens: int, run: Run, epochs: list[Path], tmp_path: Path
+) -> None:
+    """One batch of all rows: of these, those with bad states and no others."""
+    bad = run.copy(tmp_path)
+    bad.change_states(6, lambda states: states[2].fill(np.nan))
+    bad.change_states(11, lambda states: states[9, :3].fill(np.inf), "last_hidden_state")
+    bad.change_states(4, lambda states: states.fill(np.nan))  # held out
+    with pytest.raises(EyasError, match=r"epoch 1, step 0: loss nan.* rows \[6, 11\]; their hidden states hold NaN"):
+        bad.train(
+            epochs[0], 1, tmp_path / "drafter" / "epoch_1", runtime=Runtime(micro_tokens=micro_tokens),
+            batch_tokens=1000,
+        )  # fmt: skip
+    assert not (tmp_path / "drafter" / "epoch_1").exists()
+
+
+def test_a_training_that_explodes_names_the_rows_of_the_batch(run: Run, epochs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match="lower training.learning_rate, or look at these rows") as caught:
         run.train(epochs[0], 1, tmp_path / "epoch_1", learning_rate=1e30, warmup_steps=0)
-    assert not (tmp_path / "epoch_1").exists()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_target_layer_copies_the_last_layer(tied: bool, tmp_path: Path) -> None:
-    run = make_run(tmp_path, random_rows([9, 7]), tie_word_embeddings=tied)
-    found = load_checkpoint(run.start(tmp_path / "epoch_0")).weights
-    model = AutoModelForCausalLM.from_pretrained(run.target.path)
-    # norms of a fresh model are all one: the names below are told apart by the shapes and by random matrices
-    layer = {name: tensor.detach() for name, tensor in model.model.layers[4].named_parameters()}
-    for part in ("q_proj", "k_proj", "v_proj"):
-        weight = found[f"midlayer.self_attn.{part}.weight"]
-        assert torch.equal(weight[:, 16:], layer[f"self_attn.{part}.weight"])  # what reads the state
-        assert 0 < weight[:, :16].std() < 0.05  # what reads the embedding
-    for name in ("self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"):
-        assert torch.equal(found[f"midlayer.{name}"], layer[name])
-    aux = torch.randn(4, 48)
-    assert torch.equal(aux @ found["fc.weight"].T, aux[:, 32:])  # hands on the highest of the three states
-    assert torch.equal(found["lm_head.weight"], model.lm_head.weight.detach()[run.mapping.target_ids])
-    assert torch.equal(found["embed_tokens.weight"], model.model.embed_tokens.weight.detach().bfloat16())
-    assert np.array_equal(found["d2t"].numpy() + np.arange(DRAFT_VOCAB), np.flatnonzero(found["t2d"].numpy()))
-
-
-def test_norms_are_copied_to_their_places(tmp_path: Path) -> None:
-    run = make_run(tmp_path, random_rows([9, 7]))
-    model = AutoModelForCausalLM.from_pretrained(run.target.path)
-    last = model.model.layers[4]
-    norms = {"hidden_norm": last.input_layernorm, "post_attention_layernorm": last.post_attention_layernorm}
-    with torch.no_grad():
-        for number, norm in enumerate([*norms.values(), model.model.norm]):
-            norm.weight.copy_(torch.arange(16) + 100.0 * number)
-    model.save_pretrained(run.target.path)
-    found = load_checkpoint(run.start(tmp_path / "epoch_0")).weights
-    for name, norm in norms.items():
-        assert torch.equal(found[f"midlayer.{name}.weight"], norm.weight.detach())
-    assert torch.equal(found["norm.weight"], model.model.norm.weight.detach())
-    assert torch.equal(found["midlayer.input_layernorm.weight"], torch.ones(16))  # the embedding's, not in the target
-
-
-def test_random_weights_of_another_width_train_their_embedding(run: Run, tmp_path: Path) -> None:
-    start = run.start(tmp_path / "epoch_0", init="random", hidden_size=24, head_dim=6)
-    before = load_checkpoint(start)
-    assert (before.shape.hidden_size, before.shape.target_hidden_size) == (24, 16)
-    assert before.weights["fc.weight"].shape == (24, 48)
-    assert "embed_tokens.weight" in before.facts["trained"]
-    assert file_bytes(run.start(tmp_path / "again", init="random", hidden_size=24, head_dim=6)) == file_bytes(start)
-    after = load_checkpoint(run.train(start, 1, tmp_path / "epoch_1"))
-    seen = np.unique(np.concatenate([ids for _, ids, _ in random_rows([17, 9])]))
-    assert not torch.equal(
-        before.weights["embed_tokens.weight"][seen[0]], after.weights["embed_tokens.weight"][seen[0]]
+    found = re.search(
+        r"epoch 1, step (\d+): loss \S+, gradient norm \S+, in a batch with rows (\[.*\]);", str(caught.value)
     )
-    assert torch.equal(
-        before.weights["embed_tokens.weight"][0], after.weights["embed_tokens.weight"][0]
-    )  # id 0 is in no row
-
-
-def test_target_layer_of_another_width_is_refused(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(EyasError, match="set model.init: random"):
-        run.start(tmp_path / "epoch_0", hidden_size=24)
-
-
-def test_states_of_another_target_and_maps_of_another_vocabulary_are_refused(run: Run, tmp_path: Path) -> None:
-    other = replace(run, target=save_llama(tmp_path / "other", rope_theta=77.0))
-    with pytest.raises(EyasError, match="config hash"):
-        other.start(tmp_path / "epoch_0")
-    small = replace(run, mapping=build_map(np.ones(39, dtype=np.int64), 5, []))
-    with pytest.raises(EyasError, match="39 target tokens, the target has 40"):
-        small.start(tmp_path / "epoch_0")
-    assert not (tmp_path / "epoch_0").exists()
+    assert found and int(found[1]) > 0  # the first step is still sound
+    assert json.loads(found[2]) == sorted(run.batches(1)[int(found[1])])
+    assert not (tmp_path / "epoch_1").exists()

@@ -28,7 +28,7 @@ STAGES = {
     "manifest": (["hidden_states/data_config.json"], ("logs/manifest.log", "")),
     "vocabulary": (["vocab_map"], ("logs/vocab_map/100.log", "")),
     "initialisation": (["drafters/small/epoch_0"], ("logs/small/epoch_0.log", "")),
-    "training": (["drafters/small/epoch_1"], ("logs/small/epoch_1.log", "Epoch 1: 32 rows")),
+    "training": (["drafters/small/epoch_1"], ("logs/small/epoch_1.log", "Saved after 5 of 16 batches")),
     "evaluation": (["drafters/small/evaluation.json"], ("logs/small/evaluation.log", "Plain greedy decoding")),
     "export": (["drafters/small/export"], ("logs/small/export_sglang.log", "")),
     "summary": (["summary.txt", "summary.json"], ("logs/summary.log", "")),
@@ -74,6 +74,8 @@ def test_kill_everything_and_run_again(stage: str, finished: Workdir, reference:
     result = finished.run("--", *wanted)
     assert finished.digests() == reference.digests()
     assert finished.leftovers() == []
+    if stage == "training":
+        assert "Going on after" in result.text
     if file.endswith("journal.jsonl"):
         # finished rows were kept, not made again
         assert f"Resuming {SHARD}" in result.text and len(before.splitlines()) > 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from workflow_runs import CHECKOUT, Workdir
 
-AFTER_TRAINING = {"evaluate": 1, "export_sglang": 1, "summarise": 1}
+AFTER_TRAINING = {"select_best": 1, "evaluate": 1, "export_sglang": 1, "summarise": 1}
 
 
 def copy_checkout(to: Path) -> Path:
@@ -83,7 +83,10 @@ def test_a_second_drafter_shares_the_hidden_states(finished: Workdir) -> None:
 def test_runtime_settings_re_run_nothing(finished: Workdir) -> None:
     finished.settings["responses"]["batch_rows"] = 7
     finished.settings["extraction"] |= {"batch_tokens": 99, "threads": 2}
-    finished.settings["drafters"]["small"]["training"]["threads"] = 2
+    finished.settings["drafters"]["small"]["training"] |= {
+        "threads": 2, "processes": 2, "parallel": "fsdp2", "micro_tokens": 100, "checkpoint_minutes": 5,
+        "early_stop": 1, "compile": True, "tensorboard": True,
+    }  # fmt: skip
     assert finished.dry_run().nothing_to_do
 
 

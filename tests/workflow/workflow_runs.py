@@ -33,7 +33,7 @@ def tiny_settings(target: Path) -> dict:
                 "draft_vocab_size": 100,
                 "training": {
                     "epochs": 2, "schedule_epochs": 2, "ttt_steps": 3, "batch_tokens": 64, "learning_rate": 0.01,
-                    "warmup_steps": 4, "threads": 1,
+                    "warmup_steps": 4, "threads": 1, "checkpoint_minutes": 0,
                 },
             }
         },

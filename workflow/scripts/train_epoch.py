@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from eyas.jobs import job_parser, launch, run_job
+from eyas.jobs import job_parser, keep_freed_memory, launch, run_job
 
 # Set by torchrun, whether this script started it or a person did (several machines).
 RANK = int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -15,6 +15,7 @@ def work(args):
     if RANK is None and args.processes > 1:
         launch(sys.argv, args.processes, args.threads)
         return
+    keep_freed_memory()
     import torch
     from eyas.drafter.epoch import Runtime
     from eyas.drafter.processes import Processes

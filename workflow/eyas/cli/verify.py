@@ -130,14 +130,15 @@ class _Verifier:
         for epoch in epochs:
             facts = self.sidecar(epoch / "trainer_state.json")
             self.expect(epoch / "trainer_state.json", "epoch", facts["epoch"], int(epoch.name.split("_")[1]))
-        for name in ("evaluation.json", "export/sglang/export.json"):
+        for name in ("best/selection.json", "evaluation.json", "export/sglang/export.json"):
             if not (folder / name).is_file():
                 self.problems.append(f"{folder / name}: missing; run snakemake to go on")
         if (folder / "evaluation.json").is_file():
             self.files += 1
             read_json(folder / "evaluation.json", "evaluation")
-        if (folder / "export" / "sglang" / "export.json").is_file():
-            self.sidecar(folder / "export" / "sglang" / "export.json")
+        for sidecar in (folder / "best" / "selection.json", folder / "export" / "sglang" / "export.json"):
+            if sidecar.is_file():
+                self.sidecar(sidecar)
 
 
 def _find(run: str, results: Path) -> Path:

@@ -201,5 +201,5 @@ def ttt_attention(
         [S, heads, d]. A query at position t sees the step-0 keys at positions <= t of its row
         and the later steps' keys at t only; one softmax runs over both.
     """
-    blocks = find_blocks(query_index, row_spans, flash.BLOCK)
+    blocks = find_blocks(query_index, row_spans, flash.block_size(query.device))
     return attend(query, [Shared(k) for k in keys], [Shared(v) for v in values], blocks)

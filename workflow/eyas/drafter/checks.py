@@ -11,7 +11,7 @@ from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
 from eyas.jobs import Progress
-from eyas.shards import checksum, read_json, write_json
+from eyas.shards import checksum, read_json, write_json, write_lock
 from eyas.target.model import config_hash
 from eyas.target.tokenizer import TargetReference, load_tokenizer, text_config, tokenizer_hashes
 
@@ -80,7 +80,8 @@ def verify_shards(manifest: Manifest, tokens_folder: Path, record: Path | None) 
         known[str(file)] = stamps[file]
         progress.advance(stamps[file][0])
     if unread and record is not None:
-        write_json(record, known)
+        with write_lock(record):  # jobs of other drafters keep the same record
+            write_json(record, known)
         log.info("%s.", progress.line())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.drafter.checkpoint import METRICS, Checkpoint, build_drafter
 from eyas.drafter.dataset import Batch, HiddenStates, ahead
-from eyas.drafter.initialise import load_head
+from eyas.drafter.initialise import load_teacher_head
 from eyas.drafter.metrics import Metrics
 from eyas.drafter.objective import StepCounts
 from eyas.drafter.packing import epoch_batches, share_rows
@@ -108,7 +108,7 @@ class Epoch:
         draft_ids = self.drafter.draft_ids
         self.counted = data.counted(draft_ids.cpu().numpy(), steps)
         self._refuse_nothing()
-        _, teacher_head = load_head(target, self.drafter.target_ids.cpu())
+        teacher_head = load_teacher_head(target, self.drafter.target_ids.cpu())
         dtype = product_dtype(settings["precision"], device)
         loss = DrafterLoss(
             self.drafter, teacher_head.to(device, dtype), draft_ids, steps, settings["loss_decay"], dtype

@@ -9,11 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Queries handled together. The kernels compute the upper half of a causal square as well, so
-# small blocks waste less; below this the calls themselves begin to cost.
-BLOCK = 512
+# Queries handled together. The CPU kernel computes the upper half of a causal square as well, so
+# smaller blocks waste less, and the calls themselves begin to cost; the CUDA kernels need no cut.
+_CPU_BLOCK = 256
 
 _aten = torch.ops.aten
+
+
+def block_size(device: torch.device) -> int:
+    """Neighbouring queries that are best handled by one call."""
+    return _CPU_BLOCK if device.type == "cpu" else 1 << 30
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -32,9 +37,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Te
         )
         return out[0].transpose(0, 1), lse[0].T
     out, lse, *_ = _aten._flash_attention_forward(
-        query[None], key[None], value[None], None, None, len(query), len(key), 0.0, causal, False
+        query, key, value, _bounds(query), _bounds(key), len(query), len(key), 0.0, causal, False
     )
-    return out[0], lse[0].T
+    return out, lse.T
+
+
+def _bounds(x: Tensor) -> Tensor:
+    """Cumulative lengths of one sequence, as the varlen kernels take them."""
+    return torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
 
 
 def backward(
@@ -48,9 +58,9 @@ def backward(
         )  # fmt: skip
         dq, dk, dv = (x[0].transpose(0, 1) for x in found)
         return dq, dk, dv
-    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
     dq, dk, dv = _aten._flash_attention_backward(
-        grad[None], query[None], key[None], value[None], out[None], lse.T[None].contiguous(), None, None, len(query),
-        len(key), 0.0, causal, unused, unused[0],
+        grad.contiguous(), query, key, value, out, lse.T.contiguous(), _bounds(query), _bounds(key), len(query),
+        len(key), 0.0, causal, state, unused,
     )  # fmt: skip
-    return dq[0], dk[0], dv[0]
+    return dq, dk, dv

@@ -82,7 +82,9 @@ def _reading(folder: Path) -> Iterator[None]:
 
 def _open(folder: Path) -> StoredWeights:
     if not folder.is_dir():
-        raise _wrong(folder, "no such folder; name a folder with a drafter's config.json and model.safetensors")
+        raise _wrong(
+            folder, "no such folder; name one with a drafter's config.json and model.safetensors (download it first)"
+        )
     if not (folder / CONFIG).is_file():
         raise _wrong(folder, "has no config.json; copy the drafter's there")
     if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
@@ -138,7 +140,7 @@ def _check_meaning(folder: Path, config: dict[str, Any], shape: DrafterShape, de
         )
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise _wrong(folder, f"its hidden_act is {activation}, Eyas's drafter has silu; start from another drafter")
-    if (vocab_size := config.get("vocab_size", shape.vocab_size)) != shape.vocab_size:
+    if (vocab_size := config.get("vocab_size") or shape.vocab_size) != shape.vocab_size:
         raise _wrong(
             folder,
             f"its vocab_size is {vocab_size}, the target's is {shape.vocab_size}: it drafts for another vocabulary;"
@@ -229,7 +231,7 @@ def _target_ids(folder: Path, d2t: Tensor | None, t2d: Tensor | None, rows: int,
         ids = d2t.long() + torch.arange(len(d2t))
     else:  # the whole vocabulary, unless a mask says which part
         ids = torch.arange(vocab_size) if t2d is None else t2d.bool().nonzero().flatten()
-    if len(ids) != rows:
+    if len(ids) != rows or rows == 0:
         raise _wrong(
             folder,
             f"lm_head.weight has {rows} rows for {len(ids)} draft ids"

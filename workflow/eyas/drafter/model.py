@@ -193,7 +193,7 @@ class Drafter(nn.Module):
                 for shared in (keys, values):
                     shared[1:] = [Shared(one.value.index_select(0, step.kept)) for one in shared[1:]]
             if i == 0 or step.kept is not None:
-                blocks = find_blocks(step.in_row, where.spans, flash.BLOCK)
+                blocks = find_blocks(step.in_row, where.spans, flash.block_size(tokens.device))
             at = positions.index_select(0, step.flat) + i
             row = (step.flat + i).clamp(max=last)
             if i:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,7 +94,9 @@ class Processes:
         if parallel == "ddp":
             from torch.nn.parallel import DistributedDataParallel
 
-            return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # its successor would copy the buffers at each start
+                return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
         from torch.distributed.fsdp import fully_shard
 
         frozen = {p for p in module.parameters() if not p.requires_grad}

@@ -1,7 +1,8 @@
 """What every script does: arguments, a log that people can read, progress, clear errors."""
 
 from eyas.jobs.launch import launch
+from eyas.jobs.memory import keep_freed_memory
 from eyas.jobs.progress import Progress
 from eyas.jobs.script import job_parser, run_job
 
-__all__ = ["Progress", "job_parser", "launch", "run_job"]
+__all__ = ["Progress", "job_parser", "keep_freed_memory", "launch", "run_job"]

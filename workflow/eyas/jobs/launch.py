@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 
@@ -33,19 +34,21 @@ def launch(command: Sequence[str], count: int, threads: int) -> None:
     Returns when all have ended well. Raises EyasError when one was killed, SystemExit(1) when one
     failed (it has said why), KeyboardInterrupt when they were asked to stop.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(max(threads // count, 1))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no need to know its name
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.2, local_addr="localhost",
-    )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-u", *command)
+        with tempfile.TemporaryDirectory() as logs:  # the launcher's own, which it would leave behind
+            config = LaunchConfig(
+                min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.2, local_addr="localhost",
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )  # fmt: skip
+            elastic_launch(config, sys.executable)("-u", *command)
     except SignalException as exc:
         raise KeyboardInterrupt from exc
     except ChildFailedError as exc:

@@ -95,8 +95,8 @@ class RunPlan:
         folder = self.config.drafters[drafter].model.init_from
         if folder is None:
             return []
-        names = ("config.json", "model.safetensors", "model.safetensors.index.json")
-        return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+        names = sorted(os.listdir(folder))
+        return [os.path.join(folder, n) for n in names if n == "config.json" or ".safetensors" in n]
 
     @property
     def drafters_json(self) -> str:
