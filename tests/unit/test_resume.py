@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -229,15 +230,22 @@ def test_a_request_to_stop_saves_first(
     assert same_epoch(again(run, tmp_path), undisturbed)
 
 
-def test_a_second_request_acts_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seconds, saved", [(0, True), (6, False)])
+def test_a_second_request_acts_at_once_when_it_is_one_of_its_own(
+    seconds: int, saved: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C comes twice in one moment, from the terminal and from the launcher; later it is meant."""
+
     def twice() -> None:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        now = time.monotonic()
+        monkeypatch.setattr("eyas.drafter.trainer.time.monotonic", lambda: now + seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     on_step(monkeypatch, 2, twice)
     with pytest.raises(KeyboardInterrupt):
         again(run, tmp_path, NEVER)
-    assert not list((tmp_path / ".staging" / "epoch_2").glob("*.json"))
+    assert bool(list((tmp_path / ".staging" / "epoch_2").glob("*.json"))) == saved
 
 
 def test_other_settings_start_anew(

@@ -27,7 +27,7 @@ _TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Batch:
     """Rows packed end to end, without padding.
 
-    `aux` [T, 3·Ht], `last` [T, Ht] in float32; `tokens`, `target_token`, `positions` (inside
+    `aux` [T, 3·Ht], `last` [T, Ht] as they are stored; `tokens`, `target_token`, `positions` (inside
     the row) int64 [T]; `mask` bool [T]; `spans`: (start, end) of each row; `row_ids`: whose they are.
     """
 
@@ -135,8 +135,8 @@ class HiddenStates:
             start += b - a
         joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
         return Batch(
-            aux=self._floats(joined["aux"]),
-            last=self._floats(joined["last"]),
+            aux=self._stored(joined["aux"]),
+            last=self._stored(joined["last"]),
             tokens=torch.from_numpy(joined["ids"].astype(np.int64)),
             target_token=torch.from_numpy(joined["target"].astype(np.int64)),
             mask=torch.from_numpy(joined["mask"].astype(bool)),
@@ -145,9 +145,9 @@ class HiddenStates:
             row_ids=[int(self.row_ids[i]) for i in indices],
         )
 
-    def _floats(self, array: np.ndarray) -> Tensor:
+    def _stored(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        return (tensor.view(self.dtype) if array.dtype == np.uint16 else tensor).float()
+        return tensor.view(self.dtype) if array.dtype == np.uint16 else tensor
 
 
 def ahead(load: Callable[[Item], Loaded], items: Iterable[Item]) -> Iterator[Loaded]:

@@ -102,12 +102,10 @@ class Epoch:
         torch.use_deterministic_algorithms(device.type == "cpu")
         self.rows = data.select(held_out_every, held_out=False)
         self.held_out = data.select(held_out_every, held_out=True)
-        if len(self.rows) == 0:
-            raise EyasError("no usable training row; the tokens' .json files say why rows were skipped")
         self.drafter = build_drafter(checkpoint.shape, checkpoint.weights).to(device)
         draft_ids = self.drafter.draft_ids
         self.counted = data.counted(draft_ids.cpu().numpy(), steps)
-        self._refuse_nothing()
+        processes.first_then_all(self._refuse_nothing)
         teacher_head = load_teacher_head(target, self.drafter.target_ids.cpu())
         dtype = product_dtype(settings["precision"], device)
         loss = DrafterLoss(
@@ -123,6 +121,8 @@ class Epoch:
         self.work = self.counted.sum(1) * 4 + data.lengths
 
     def _refuse_nothing(self) -> None:
+        if len(self.rows) == 0:
+            raise EyasError("no usable training row; the tokens' .json files say why rows were skipped")
         supervised = int(self.data.supervised()[self.rows].sum())
         if supervised == 0:
             raise EyasError(

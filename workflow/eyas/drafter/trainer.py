@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +48,7 @@ def train_epoch(
     when the state has been saved.
     """
     runtime = runtime or Runtime()
-    checkpoint = load_checkpoint(previous)
+    checkpoint = processes.first_then_all(lambda: load_checkpoint(previous))
     if checkpoint.facts["epoch"] != epoch - 1:
         raise EyasError(f"{previous}: holds epoch {checkpoint.facts['epoch']}, epoch {epoch} needs epoch {epoch - 1}")
     if checkpoint.facts["manifest_digest"] != manifest.digest:
@@ -62,7 +63,7 @@ def train_epoch(
         if processes.rank == 0:
             _repeat(previous, facts, epoch, stopped, output, fingerprint)
         return
-    data = HiddenStates(manifest, tokens_folder)
+    data = processes.first_then_all(lambda: HiddenStates(manifest, tokens_folder))
     work = Epoch(data, checkpoint, target, epoch, settings, held_out_every, seed, processes, runtime)
     with _stop_requests() as stop:
         work.run(staging_of(output), fingerprint, stop)
@@ -94,12 +95,18 @@ def _repeat(previous: Path, facts: dict[str, Any], epoch: int, stopped: int, out
 
 @contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """A list that gets the signal's number on the first SIGINT or SIGTERM; a second one acts at once."""
+    """A list that gets the number of a SIGINT or SIGTERM; another one some seconds later acts at once.
+
+    (A Ctrl-C reaches the processes of a job from the terminal and, in the same moment, from their launcher.)
+    """
     asked: list[int] = []
+    first = 0.0
 
     def note(number: int, frame: FrameType | None) -> None:
-        if asked:
+        nonlocal first
+        if asked and time.monotonic() - first > 5:
             raise KeyboardInterrupt
+        first = first if asked else time.monotonic()
         asked.append(number)
 
     try:
