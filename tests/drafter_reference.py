@@ -25,7 +25,6 @@ from eyas.extraction.shard import extract_shard
 from eyas.shards import describe_file, write_arrays, write_json
 from eyas.target.tokenizer import TargetReference
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 TRAINING: dict[str, Any] = dict(
     epochs=3, ttt_steps=3, loss_decay=0.8, learning_rate=2e-2, schedule="cosine", schedule_epochs=3,
@@ -197,6 +196,8 @@ def reference_counts(batch: Batch, steps: int, chosen: dict[tuple[int, int, int]
 
 def save_llama(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> TargetReference:
     """A random tiny Llama as a transformers folder (weights only, no tokenizer)."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # slow, and not needed where the folder is there
+
     values: dict[str, Any] = dict(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=4,
         num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,

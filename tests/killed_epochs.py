@@ -88,11 +88,11 @@ def main(folder: Path) -> None:
         if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
             sys.exit(f"{place.name}: not killed, status {status}")
 
+    epoch(folder / "undisturbed")  # first: what it imports late, the forks have
     for name, patches in kills().items():
         for patch in patches:
             attempt(folder / name, patch)
         epoch(folder / name)
-    epoch(folder / "undisturbed")
 
 
 if __name__ == "__main__":

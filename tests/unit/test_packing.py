@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from drafter_runs import HELD_OUT_EVERY, SEED, Run, make_run
 from eyas.drafter.checkpoint import load_checkpoint
 from eyas.drafter.epoch import Epoch, Runtime
 from eyas.drafter.packing import best_fit, epoch_batches, share_rows
-from eyas.drafter.processes import Parallel, Processes
+from eyas.drafter.processes import Parallel, Processes, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -151,6 +152,9 @@ class Pretended(Processes):
 
     def distribute(self, module: nn.Module, parallel: Parallel) -> nn.Module:
         return module
+
+    def first_then_all(self, work: Callable[[], Result]) -> Result:
+        return work()
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,9 @@ def test_the_best_epoch(history: list[Record], best: int) -> None:
         (repeated(trained(1.3, 1.2), 1), 1, 2),  # once stopped, stopped
         (repeated(trained(1.3, 1.2), 4), 1, 2),
         (repeated(trained(1.3, 1.2), 4), None, None),  # turned off afterwards
+        ([*repeated(trained(1.3, 1.2), 3), *trained(*[1.1] * 6)[5:]], 3, None),  # and on: what was trained counts
+        ([*repeated(trained(1.3, 1.2), 3), *trained(*[1.1] * 6)[5:]], 2, 6),
+        ([*repeated(trained(1.3, 1.2), 3), *trained(*[1.4] * 6)[5:]], 1, None),
     ],
 )
 def test_when_it_stopped(history: list[Record], patience: int | None, stopped: int | None) -> None:

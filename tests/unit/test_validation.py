@@ -20,6 +20,7 @@ from eyas.drafter.epoch import Runtime
 from eyas.drafter.processes import Processes
 from eyas.drafter.step import DrafterLoss
 from eyas.drafter.validation import validate
+from eyas.errors import EyasError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -171,3 +172,14 @@ def test_training_goes_on(
     stopping = run.train(place, number + 1, tmp_path / "stopping", runtime=Runtime(early_stop=patience))
     assert "stopped_after" not in history_of(stopping)[-1]
     assert same_epoch(stopping, run.train(place, number + 1, tmp_path / "going"))
+
+
+@pytest.mark.parametrize("name", ["aux_hidden_states", "last_hidden_state"])
+def test_held_out_states_that_are_no_numbers_name_their_rows(
+    name: str, run: Run, epochs: list[Path], tmp_path: Path
+) -> None:
+    bad = run.copy(tmp_path)
+    bad.change_states(9, lambda states: states.fill(np.nan), name)
+    with pytest.raises(EyasError, match=r"held.out.* rows \[9\].*NaN or infinity"):
+        bad.train(epochs[0], 1, tmp_path / "drafter" / "epoch_1")
+    assert not (tmp_path / "drafter" / "epoch_1").exists()

@@ -26,7 +26,8 @@ def stopped_after(history: Sequence[dict[str, Any]], patience: int | None) -> in
     """
     if history and "stopped_after" in history[-1]:
         return int(history[-1]["stopped_after"]) if patience is not None else None
-    if patience is None or not history or not all(record.get("held_out") for record in history):
+    done = [record for record in history if "stopped_after" not in record]  # there are others if it was turned off
+    if patience is None or not done or not all(record.get("held_out") for record in done):
         return None
-    last = int(history[-1]["epoch"])
-    return last if last - best_epoch(history) >= patience else None
+    best = best_epoch(done)
+    return int(done[-1]["epoch"]) if sum(record["epoch"] > best for record in done) >= patience else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from eyas.drafter.dataset import Batch, HiddenStates, ahead
 from eyas.drafter.objective import StepCounts
 from eyas.drafter.packing import best_fit
 from eyas.drafter.processes import Processes
+from eyas.errors import EyasError
 
 
 def validate(
@@ -34,15 +36,21 @@ def validate(
     def load(part: list[list[int]]) -> Batch | None:
         return data.batch(part[0]) if part else None
 
+    unsound: list[int] = []
     loss.eval()
     with torch.no_grad():
         for batch in ahead(load, own):
             value, _, counts = loss(batch if batch is None else batch.to(processes.device), totals)
             sums[0] += float(value)
+            if batch is not None and not math.isfinite(float(value)):
+                unsound += batch.unsound_rows() or batch.row_ids
             sums[1 : 1 + steps] += counts.reached
             sums[1 + steps :] += counts.right
     loss.train()
     sums = processes.sum(sums)
+    if not math.isfinite(float(sums[0])):
+        found = sorted(row for own_rows in processes.gather(unsound) for row in own_rows)
+        processes.first_then_all(lambda: _refuse(float(sums[0]), found))
     counts = StepCounts(sums[1 : 1 + steps].long(), sums[1 + steps :].long())
     return {
         "rows": len(rows),
@@ -50,6 +58,13 @@ def validate(
         "accuracy_by_step": counts.accuracy,
         "acceptance_length": counts.acceptance_length(),
     }
+
+
+def _refuse(loss: float, rows: list[int]) -> NoReturn:
+    raise EyasError(
+        f"loss {loss} on the held-out rows, in a pass with rows {rows}; where their hidden states hold NaN or infinity,"
+        " delete their shards and run snakemake again"
+    )
 
 
 def _up(number: int, multiple: int) -> int:

@@ -53,12 +53,18 @@ def launch(command: Sequence[str], count: int, threads: int) -> None:
         raise KeyboardInterrupt from exc
     except ChildFailedError as exc:
         codes = {rank: failure.exitcode for rank, failure in exc.failures.items()}
-        first = min(exc.failures.values(), key=lambda failure: failure.timestamp)
+        # Times are in seconds. SIGTERM is what the launcher ends the others with, and SIGABRT what torch
+        # does in a process that lost them: neither is the reason while there is another.
+        after = (-signal.SIGTERM, -signal.SIGABRT)
+        rank, first = min(
+            exc.failures.items(),
+            key=lambda item: (item[1].timestamp, item[1].exitcode in after, item[1].exitcode >= 0),
+        )
         if 130 in codes.values():
             raise KeyboardInterrupt from None
         if first.exitcode < 0:
             raise EyasError(
-                f"process {min(codes)} of {count} was killed by signal {-first.exitcode}"
+                f"process {rank} of {count} was killed by signal {-first.exitcode}"
                 f" ({signal.Signals(-first.exitcode).name}); was it out of memory? Run the same command to go on from"
                 " the last save"
             ) from None

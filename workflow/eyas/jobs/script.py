@@ -30,6 +30,10 @@ _DISK_ERRORS = {
 }
 
 
+# How gloo and NCCL say that a process which this one waits for is gone.
+_PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote process has exited")
+
+
 def job_parser(description: str | None) -> argparse.ArgumentParser:
     """An argument parser with what every job takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -109,7 +113,10 @@ def run_job(
     except KeyboardInterrupt:
         log.error("Stopped by the user; finished work is kept, run the same command to go on.")
         sys.exit(130)
-    except Exception:
+    except Exception as exc:
+        if rank is not None and any(words in str(exc) for words in _PEER_GONE):
+            log.error("Ends, because another process of this job did.")
+            sys.exit(1)
         log.exception("This is a fault of Eyas; please report it with the lines above and below:")
         sys.exit(1)
     log.info("Done in %.1f s.", time.monotonic() - started)
