@@ -17,6 +17,7 @@ from eyas.drafter.checkpoint import build_drafter, load_drafter
 from eyas.drafter.dataset import HiddenStates
 from eyas.drafter.initialise import initialise, random_weights
 from eyas.drafter.model import Drafter, StepPositions, TTTPositions
+from eyas.drafter.processes import Processes
 from eyas.drafter.shape import DrafterShape
 from eyas.drafter.trainer import train_epoch
 from eyas.extraction.engines.transformers import Capture
@@ -61,7 +62,7 @@ def world(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     for epoch in range(1, 7):
         train_epoch(
             manifest, folder / "tokens", reference, folder / f"epoch_{epoch - 1}", epoch, settings, 10**6, 0,
-            folder / f"epoch_{epoch}", "mark", torch.device("cpu"),
+            folder / f"epoch_{epoch}", "mark", Processes.alone(torch.device("cpu")),
         )  # fmt: skip
     target = load_target(reference)
     shape = DrafterShape.for_target(target.config, sizes, 120, LAYERS)
