@@ -45,6 +45,7 @@ class Contestant:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": str(HERE.parent / "workflow") if name in ("eyas", "explicit") else "",
+            "THP_MEM_ALLOC_ENABLE": str(int(json.loads(workload.read_text())["keep_freed_memory"])),
         }  # fmt: skip
         process = subprocess.Popen(
             [python, str(script), str(workload)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -99,12 +100,12 @@ def peer_pythons(wanted: list[str]) -> dict[str, str]:
 
 def measure(
     name: str, sizes: dict[str, Any], rows: list[dict[str, int]], rounds: int, pythons: dict[str, str], explicit: bool,
-    warm: bool,
+    warm: bool, tuned: bool,
 ) -> list[Contestant]:  # fmt: skip
     """All contestants on one workload, taking turns."""
     with tempfile.TemporaryDirectory() as folder:
         workload = Path(folder) / f"{name}.json"
-        workload.write_text(json.dumps(sizes | {"rows": rows}), encoding="utf-8")
+        workload.write_text(json.dumps(sizes | {"rows": rows, "keep_freed_memory": tuned}), encoding="utf-8")
         contestants = [Contestant.start("eyas", sys.executable, HERE / "eyas_worker.py", workload)]
         if explicit:
             contestants.append(Contestant.start("explicit", sys.executable, HERE / "explicit_worker.py", workload))
@@ -146,6 +147,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", choices=["t512", "t1024", "t2048", "chat", "long_prompt"], help="workloads"
     )
+    parser.add_argument(
+        "--tuned-peers", action="store_true", help="give SpecForge the memory settings that Eyas's training job uses"
+    )
     args = parser.parse_args()
     sizes = workloads.QUICK_SIZES if args.quick else workloads.SIZES
     sample = 4 if args.quick else args.sample
@@ -169,7 +173,7 @@ def main() -> None:
         explicit = not mixes or not pythons
         found = measure(
             name, sizes, rows, 1 if args.quick else args.rounds, pythons if name != "t1024" else {}, explicit,
-            warm=name in ("t512", "t1024") and not (args.quick and name != "t512"),
+            warm=not mixes and not (args.quick and name != "t512"), tuned=args.tuned_peers,
         )  # fmt: skip
         show(name, found, console)
         ours = found[0]

@@ -8,8 +8,8 @@ trainer uses them, on a CPU in fp32. What differs from SpecForge as shipped, eac
 - The small functions under `torch.compile` run eagerly: on a CPU compiling gains nothing that lasts.
 - No DDP wrapper and no fp32 master copies (`BF16Optimizer`): in fp32 on one process both only cost time.
   AdamW is torch's fused one.
-- malloc keeps what was freed and torch asks for huge pages. SpecForge's step takes and frees gigabytes, and the
-  kernel's page faults are up to half of it. `"keep_freed_memory": false` in the workload turns this off.
+- With `"keep_freed_memory": true` in the workload (`--tuned-peers`) malloc keeps what was freed and torch asks for
+  huge pages. SpecForge's step takes and frees gigabytes, and the kernel's page faults are up to half of it.
 
 Attention is its sdpa backend; flex attention has no backward on a CPU, flash attention none at all. One row is one
 forward without padding. `"compact_teacher": true` takes its compact teacher. `"rows_per_step": n` sums the
@@ -30,7 +30,7 @@ from importlib.metadata import version
 from typing import Any
 
 if __name__ == "__main__":  # read by torch when it first allocates
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +143,7 @@ def main() -> None:
     os.dup2(2, 1)
     with open(sys.argv[1], encoding="utf-8") as file:
         work = json.load(file)
-    keep = work.get("keep_freed_memory", True)
+    keep = work.get("keep_freed_memory", False)
     if keep:
         keep_freed_memory()
     torch.set_num_threads(work["threads"])
