@@ -24,6 +24,7 @@ lint: $(STAMP)
 # Every benchmark, on an otherwise idle machine: about an hour with the peers' installation.
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/train_step.py --json
+	$(VENV)/bin/python benchmarks/data.py --json
 
 # What is generated: the page on the configuration keys, the picture of the rule graph (needs Graphviz).
 docs: $(STAMP)

@@ -68,7 +68,9 @@ rule all:
         ],
         expand(f"{RUN}/drafters/{{drafter}}/evaluation.json", drafter=CONFIG.drafters),
         expand(f"{RUN}/drafters/{{drafter}}/export/sglang/export.json", drafter=CONFIG.drafters),
+        f"{RUN}/tokens/statistics.json",
         f"{RUN}/summary.txt",
+        f"{RUN}/report.html",
 
 
 onstart:

@@ -33,7 +33,14 @@ re-runs nothing. A changed key of another kind re-runs the stages that depend on
 
 # What stands for the names in a mapping whose keys are free.
 FREE_NAMES = {"packages": "<file>", "drafters": "<name>"}
-TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+TYPES = {
+    "object": "mapping",
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
 LIMITS = {
     "minimum": "at least {}", "exclusiveMinimum": "above {}", "maximum": "at most {}", "exclusiveMaximum": "below {}",
     "maxLength": "at most {} characters", "pattern": "matches `{}`",
@@ -73,7 +80,12 @@ def limits_of(schema):
 def section_of(schema, definitions):
     """The section that a key opens, itself or for each name in it; None for a plain key."""
     for one in variants(schema):
-        for inner in [one, one.get("additionalProperties"), *one.get("patternProperties", {}).values()]:
+        for inner in [
+            one,
+            one.get("items"),
+            one.get("additionalProperties"),
+            *one.get("patternProperties", {}).values(),
+        ]:
             if isinstance(inner, dict) and "$ref" in inner:
                 return definitions[inner["$ref"].rsplit("/", 1)[1]]
     return None

@@ -3,9 +3,10 @@
 
 rule number_prompts:
     input:
-        CONFIG.data.prompts,
+        PLAN.prompt_paths,
     output:
         index=f"{RUN}/prompts/index.json",
+        skipped=f"{RUN}/prompts/skipped.jsonl",
         shards=expand(f"{RUN}/prompts/{{shard}}.jsonl", shard=SHARDS),
     log:
         f"{RUN}/logs/prompts.log",
@@ -20,7 +21,11 @@ rule number_prompts:
         version=PLAN.versions["prompts"],
         rows=PLAN.rows,
         shard_rows=CONFIG.data.shard_rows,
+        files=PLAN.prompt_files_json,
+        format=CONFIG.data.format,
+        duplicates=CONFIG.data.duplicates,
     shell:
-        'python "$EYAS_SCRIPTS"/number_prompts.py --log {log:q} --label prompts --prompts {input:q} '
+        'python "$EYAS_SCRIPTS"/number_prompts.py --log {log:q} --label prompts --files {params.files:q} '
+        "--format {params.format} --duplicates {params.duplicates} "
         "--rows {params.rows} --shard-rows {params.shard_rows} --max-bad-rows {resources.max_bad_rows} "
         "--output {output.index:q}"

@@ -4,7 +4,7 @@
 rule respond:
     input:
         prompts=f"{RUN}/prompts/{{shard}}.jsonl",
-        target=ancient(PLAN.target_files),
+        target=ancient(PLAN.response_target_files),
     output:
         rows=f"{RUN}/conversations/{{shard}}.jsonl",
         facts=f"{RUN}/conversations/{{shard}}.json",
@@ -19,12 +19,13 @@ rule respond:
         gpu=CONFIG.responses.gpu,
         gpu_wanted=CONFIG.responses.gpu,
         batch_rows=CONFIG.responses.batch_rows,
+        endpoint=PLAN.endpoint_json,
     params:
         version=PLAN.versions["conversations"],
         settings=PLAN.response_settings,
-        target=TARGET,
+        target=PLAN.response_target_json,
     shell:
         'python "$EYAS_SCRIPTS"/respond.py --log {log:q} --label responses/{wildcards.shard} --threads {threads} '
         "--gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --prompts {input.prompts:q} "
         "--target {params.target:q} --settings {params.settings:q} "
-        "--batch-rows {resources.batch_rows} --output {output.rows:q}"
+        "--batch-rows {resources.batch_rows} --endpoint {resources.endpoint:q} --output {output.rows:q}"

@@ -22,3 +22,29 @@ rule tokenize:
         'python "$EYAS_SCRIPTS"/tokenize_conversations.py --log {log:q} --label tokens/{wildcards.shard} '
         "--conversations {input.conversations:q} --target {params.target:q} --settings {params.settings:q} "
         "--output {output.tokens:q}"
+
+
+rule describe_tokens:
+    input:
+        tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),
+        facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=SHARDS),
+        target=ancient(PLAN.target_files),
+    output:
+        f"{RUN}/tokens/statistics.json",
+    log:
+        f"{RUN}/logs/statistics.log",
+    benchmark:
+        f"{RUN}/benchmarks/statistics.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    params:
+        version=PLAN.versions["statistics"],
+        tokens_folder=f"{RUN}/tokens",
+        rows=PLAN.rows,
+        shard_rows=CONFIG.data.shard_rows,
+        dtype=CONFIG.extraction.dtype,
+        target=SOURCE,
+    shell:
+        'python "$EYAS_SCRIPTS"/describe_tokens.py --log {log:q} --label statistics --tokens-folder {params.tokens_folder:q} '
+        "--rows {params.rows} --shard-rows {params.shard_rows} --dtype {params.dtype} --target {params.target:q} "
+        "--output {output:q}"

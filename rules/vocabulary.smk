@@ -4,6 +4,7 @@
 rule map_vocabulary:
     input:
         tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),
+        facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=SHARDS),
         target=ancient(PLAN.target_files),
     output:
         mapping=f"{RUN}/vocab_map/{{draft_vocab_size}}.safetensors",

@@ -142,7 +142,7 @@ def test_reply_as_long_as_the_row():
     assert line.startswith("responses.max_new_tokens: 64 ") and "tokenization.max_length = 64" in line
 
 
-@pytest.mark.parametrize("file", ["prompts.parquet", "prompts.jsonl.gz"])  # nothing unpacks .gz
+@pytest.mark.parametrize("file", ["prompts.csv", "prompts.parquet.gz", "prompts"])
 def test_prompt_files_that_nothing_reads(file: str):
     (line,) = problems({"data.prompts": ["ok.json", file]})
     assert line.startswith("data.prompts: ") and file in line

@@ -16,8 +16,9 @@ import transformers
 from drafter_reference import random_rows, read_json_file, run_killed, save_llama, write_tokens
 from eyas.errors import EyasError
 from eyas.extraction.engines.transformers import Capture, capture_rows, check_head, plan_batches
-from eyas.extraction.shard import extract_shard, shard_layout
-from eyas.shards import checksum
+from eyas.extraction.manifest import write_manifest
+from eyas.extraction.shard import FORMAT_VERSION, extract_shard, shard_layout
+from eyas.shards import Journal, checksum, fingerprint
 from eyas.target.model import load_target
 from eyas.target.tokenizer import TargetReference
 from safetensors.torch import load_file
@@ -131,7 +132,7 @@ def test_layout_and_sidecar(tmp_path: Path) -> None:
     facts = read_json_file(output.with_suffix(".json"))
     described = {"bytes": output.stat().st_size, "checksum": checksum(output)}
     known = {
-        "format_version": 1, "rows": 3, "tokens": 23, **described, "files": {output.name: described}, "layers": LAYERS,
+        "format_version": FORMAT_VERSION, "rows": 3, "sequences": 3, "tokens": 23, **described, "files": {output.name: described}, "layers": LAYERS,
         "dtype": "bfloat16", "hidden_size": 16, "tokenizer_hash": "tok", "chat_template_hash": "template",
         "skipped": [{"row": 13, "reason": "test"}, {"row": 14, "reason": "test"}], "tokens_checksum": checksum(tokens),
     }  # fmt: skip
@@ -225,6 +226,79 @@ def test_a_journal_of_other_settings_counts_for_nothing(killed: Path, tmp_path: 
     whole, found = load_file(killed / "whole" / output.name), load_file(output)
     same = (whole["aux_hidden_states"] == found["aux_hidden_states"]).view(-1, 3, 16).all(-1)
     assert same[:, [0, 2]].all() and not same[:, 1].any()  # every row has its new middle layer
+
+
+def test_an_old_journal_is_not_misread(killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier versions wrote ids of rows into a journal of the same settings."""
+    shutil.copytree(killed / "out", tmp_path / "out")
+    mark = read_json_file(killed / "whole" / "rows_0-7.json")["fingerprint"]
+    staging = tmp_path / "out" / ".staging" / "rows_0-7"
+    (staging / "journal.jsonl").write_text(f'{{"fingerprint": "{fingerprint(job=mark, batch_tokens=18)}"}}\n')
+    with Journal(staging, fingerprint(job=mark, batch_tokens=18)) as journal:
+        journal.append(*({"row": row} for row in range(7)))
+    assert resume(killed, tmp_path / "out", monkeypatch) == plan_batches(LENGTHS, 18)
+
+
+# Of each row that comes to several sequences, one is finished when the job below is stopped, and one is not.
+ROW_IDS = [10, 10, 10, 11, 12, 13, 13]
+
+
+def rows_of_several_sequences() -> list[tuple]:
+    return [(row, ids, mask) for row, (_, ids, mask) in zip(ROW_IDS, random_rows(LENGTHS), strict=True)]
+
+
+def test_rows_of_several_sequences_are_resumed_sequence_by_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_llama(tmp_path / "target")
+    tokens = write_tokens(tmp_path / "rows_10-15.safetensors", rows_of_several_sequences(), skipped=(14,))
+    whole, output = (tmp_path / folder / tokens.name for folder in ("whole", "out"))
+    extract_shard(tokens, whole, target, LAYERS, "bfloat16", 18)
+    assert plan_batches(LENGTHS, 18) == [[1, 5, 0], [3, 4], [6], [2]]
+
+    def stopped(target: Any, layers: Any, rows: Any, batches: Any) -> Any:
+        yield from capture_rows(target, layers, rows, batches[:2])
+        raise RuntimeError("stopped")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="stopped"):
+        patched.setattr(engine, "capture_rows", stopped)
+        extract_shard(tokens, output, target, LAYERS, "bfloat16", 18)
+    computed: list[list[int]] = []
+
+    def spy(target: Any, layers: Any, rows: Any, batches: Any) -> Any:
+        computed.extend(batches)
+        return capture_rows(target, layers, rows, batches)
+
+    monkeypatch.setattr(engine, "capture_rows", spy)
+    extract_shard(tokens, output, target, LAYERS, "bfloat16", 18)
+    assert computed == [[6], [2]]
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def test_rows_of_several_sequences_are_counted_once(tmp_path: Path) -> None:
+    target = save_llama(tmp_path / "target")
+    rows = rows_of_several_sequences()
+    tokens = write_tokens(tmp_path / "rows_10-15.safetensors", rows, skipped=(14,))
+    output = tmp_path / "states" / tokens.name
+    extract_shard(tokens, output, target, LAYERS, "float32", 4096)
+    facts, found = read_json_file(output.with_suffix(".json")), load_file(output)
+    assert (facts["rows"], facts["sequences"], facts["tokens"]) == (4, 7, 56)
+    assert found["row_ids"].tolist() == ROW_IDS
+    assert found["offsets"].tolist() == [0, 5, 6, 23, 32, 41, 44, 56]
+    expected = torch.cat([last for _, last, _ in expected_rows(target, rows)])
+    torch.testing.assert_close(found["last_hidden_state"], expected, rtol=1e-5, atol=1e-5)
+    write_manifest([make_empty(tmp_path / "states", target), output], 15, tmp_path / "states" / "data_config.json")
+    totals = read_json_file(tmp_path / "states" / "data_config.json")["totals"]
+    assert {key: totals[key] for key in ("rows", "sequences", "tokens", "skipped")} == {
+        "rows": 5, "sequences": 8, "tokens": 59, "skipped": 10,
+    }  # fmt: skip
+
+
+def make_empty(folder: Path, target: TargetReference) -> Path:
+    """Rows 0 to 9, of which the first alone is used."""
+    tokens = write_tokens(folder.parent / "rows_0-10.safetensors", random_rows([3]), skipped=tuple(range(1, 10)))
+    extract_shard(tokens, folder / tokens.name, target, LAYERS, "float32", 4096)
+    return folder / tokens.name
 
 
 def test_a_finished_shard_is_left_alone(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

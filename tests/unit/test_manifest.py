@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from eyas.errors import EyasError
+from eyas.extraction.manifest import FORMAT_VERSION as MANIFEST_VERSION
 from eyas.extraction.manifest import read_manifest, require, write_manifest
 from eyas.extraction.shard import FORMAT_VERSION, LAYER_CONVENTION, shard_layout
 from eyas.shards import TensorFileWriter, checksum, describe_file, write_json
@@ -35,7 +36,7 @@ def make_shard(folder: Path, start: int, end: int, skipped: tuple[int, ...] = ()
         pass
     facts = {
         "format_version": FORMAT_VERSION, "fingerprint": "f", **COMMON, "tokens_checksum": f"xxh3_128:{start}",
-        "rows": rows, "tokens": 3 * rows, **describe_file(path), "skipped": [{"row": r, "reason": "x"} for r in skipped],
+        "rows": rows, "sequences": rows, "tokens": 3 * rows, **describe_file(path), "skipped": [{"row": r, "reason": "x"} for r in skipped],
         "seconds": float(start), "tokens_per_second": 1.0, "files": {},
     }  # fmt: skip
     write_json(path.with_suffix(".json"), {key: value for key, value in (facts | changes).items() if value is not None})
@@ -59,7 +60,7 @@ def test_complete_and_agreeing(tmp_path: Path):
     write_manifest(shards[::-1], 10, output)  # in any order
     values = json.loads(output.read_text())
     assert {key: values[key] for key in COMMON} == COMMON
-    assert (values["format_version"], values["last_hidden_state"]) == (1, "after_final_norm")
+    assert (values["format_version"], values["last_hidden_state"]) == (MANIFEST_VERSION, "after_final_norm")
     assert values["layer_convention"] == LAYER_CONVENTION and "hidden_states[j + 1]" in LAYER_CONVENTION
     assert [(e["file"], e["rows"], e["tokens"]) for e in values["shards"]] == [
         ("rows_0-4.safetensors", 4, 12), ("rows_4-8.safetensors", 2, 6), ("rows_8-10.safetensors", 2, 6)
@@ -67,7 +68,19 @@ def test_complete_and_agreeing(tmp_path: Path):
     assert all(e["checksum"] == checksum(s) for e, s in zip(values["shards"], shards, strict=True))
     assert values["shards"][1]["tokens_checksum"] == "xxh3_128:4"
     size = sum(shard.stat().st_size for shard in shards)
-    assert values["totals"] == {"rows": 8, "tokens": 24, "bytes": size, "skipped": 2}
+    assert values["totals"] == {"rows": 8, "sequences": 8, "tokens": 24, "bytes": size, "skipped": 2}
+
+
+def test_a_row_of_several_sequences_counts_once(tmp_path: Path):
+    shards, output = three(tmp_path / "h", sequences=5), tmp_path / "h" / "data_config.json"
+    write_manifest(shards, 10, output)
+    values = json.loads(output.read_text())
+    assert [(e["rows"], e["sequences"]) for e in values["shards"]] == [(4, 4), (2, 5), (2, 2)]
+    assert (values["totals"]["rows"], values["totals"]["sequences"]) == (8, 11)
+    values["totals"]["sequences"] = 8
+    output.write_text(json.dumps(values))
+    with pytest.raises(EyasError, match="the shards' sequences do not add up"):
+        read_manifest(output)
 
 
 def test_numeric_order_of_shards(tmp_path: Path):
@@ -131,6 +144,7 @@ def test_disagreeing_shard_names_both_values(tmp_path: Path, key: str, value: An
         ({"bytes": 7}, "7 when it was written"),
         ({"layers": None}, "layers"),  # a fact that is not there
         ({"checksum": None}, "checksum"),
+        ({"sequences": None}, "lacks sequences"),
     ],
 )
 def test_shard_whose_facts_cannot_be(tmp_path: Path, changes: Change, words: str):
@@ -173,9 +187,9 @@ def manifest(tmp_path: Path) -> Path:
 
 def test_reading_refuses_another_format(manifest: Path):
     values = json.loads(manifest.read_text())
-    for version in (2, None, "1"):
+    for version in (MANIFEST_VERSION + 1, None, str(MANIFEST_VERSION)):
         manifest.write_text(json.dumps(values | {"format_version": version}))
-        with pytest.raises(EyasError, match=f"format version {version}, this Eyas reads 1"):
+        with pytest.raises(EyasError, match=f"format version {version}, this Eyas reads {MANIFEST_VERSION}"):
             read_manifest(manifest)
     for text in ("[]", "{"):
         manifest.write_text(text)
@@ -198,7 +212,7 @@ def test_reading_refuses_a_shard_of_another_size_or_none(manifest: Path):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"shards": None}, {"shards": [3]}, {"totals": {}}, {"totals": {"rows": 9, "tokens": 24}}]
+    "damage", [{"shards": None}, {"shards": [3]}, {"totals": {}}, {"totals": {"rows": 9, "sequences": 8, "tokens": 24}}]
 )
 def test_reading_refuses_a_damaged_manifest(manifest: Path, damage: Change):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | damage))

@@ -43,6 +43,13 @@ def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(finished: Workdir, nam
     assert verify_run("tiny", finished.path / "results")["problems"] == []
 
 
+@pytest.mark.parametrize("name", ["prompts/skipped.jsonl", "tokens/statistics.json", "report.html"])
+def test_a_missing_file_that_no_sidecar_describes_is_found(finished: Workdir, name: str) -> None:
+    file = finished.run_folder / name
+    file.unlink()
+    assert verify_run("tiny", finished.path / "results")["problems"] == [f"{file}: missing; run snakemake to go on"]
+
+
 def test_shards_of_two_runs_swapped_are_found(finished: Workdir) -> None:
     """Both files are whole, but not where they belong."""
     folder = finished.run_folder / "tokens"

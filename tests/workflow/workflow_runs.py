@@ -24,7 +24,7 @@ def tiny_settings(target: Path) -> dict:
     return {
         "name": "tiny",
         "target": {"path": str(target)},
-        "data": {"prompts": ["prompts.jsonl"], "rows": ROWS, "shard_rows": 20, "held_out_every": 5},
+        "data": {"prompts": ["prompts.jsonl"], "rows": ROWS, "shard_rows": 20, "held_out_every": 5, "duplicates": "keep"},
         "responses": {"max_new_tokens": 24, "batch_rows": 4},
         "tokenization": {"max_length": 128},
         "extraction": {"batch_tokens": 64},

@@ -7,6 +7,7 @@ from eyas.jobs import job_parser, run_job
 
 
 def work(args):
+    from eyas.config.schema import EndpointOptions
     from eyas.regeneration.responses import respond_shard
     from eyas.target.tokenizer import TargetReference
 
@@ -15,9 +16,9 @@ def work(args):
         import torch
 
         torch.set_num_threads(args.threads)
-    respond_shard(
-        args.prompts, args.output, TargetReference.from_json(args.target), settings, args.batch_rows, args.gpu
-    )
+    endpoint = EndpointOptions.from_json(args.endpoint) if args.endpoint != "none" else None
+    target = TargetReference.from_json(args.target)
+    respond_shard(args.prompts, args.output, target, settings, args.batch_rows, args.gpu, endpoint)
 
 
 if __name__ == "__main__":
@@ -26,5 +27,6 @@ if __name__ == "__main__":
     parser.add_argument("--target", required=True, help="JSON: path, revision, trust_remote_code, dtype")
     parser.add_argument("--settings", required=True, help="JSON: engine, max_new_tokens, temperature, …")
     parser.add_argument("--batch-rows", type=int, default=32, help="rows decoded together")
+    parser.add_argument("--endpoint", default="none", help="engine openai, as JSON: urls, api_key_env, concurrency, …")
     parser.add_argument("--output", type=Path, required=True, help="the shard of conversations")
     run_job(parser, work)

@@ -27,6 +27,14 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if result["problems"] else 0
 
 
+def _inspect(args: argparse.Namespace) -> int:
+    from eyas.cli.inspect import as_json, inspect_row, show
+
+    entries = inspect_row(args.run, args.row, Path(args.results))
+    print(json.dumps(as_json(entries), indent=1)) if args.json else show(entries, args.raw)
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eyas",
@@ -55,6 +63,21 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--results", default="results", help="folder of the runs (default: results)")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(work=_verify)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what the drafter learns from a row",
+        description="Prints a row's tokens as text, as the target's chat template made them. What is supervised is"
+        " green, or stands between ⟦ and ⟧ where there is no colour. A row that was skipped: why."
+        " Exit code 0, or 2 when there is no such run or row, or its tokens are not built yet.",
+    )
+    inspect.add_argument("run", help="name of the run, or its folder")
+    inspect.add_argument("row", type=int, help="number of the row, from 0")
+    inspect.add_argument("--results", default="results", help="folder of the runs (default: results)")
+    form = inspect.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON, token by token")
+    form.add_argument("--raw", action="store_true", help="print the text alone, without header and marks")
+    inspect.set_defaults(work=_inspect)
     return parser
 
 

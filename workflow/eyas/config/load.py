@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -12,7 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from eyas.config.schema import Config
+from eyas.config.schema import Config, Responses
 from eyas.errors import EyasError
 
 # What a value must be, where pydantic's own words would not help a person.
@@ -99,6 +100,23 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     return check_config(values, str(path))
 
 
+_READ = re.compile(r"\.((jsonl|ndjson|json)(\.gz|\.zst)?|parquet)$", re.IGNORECASE)
+
+
+def _unreachable(responses: Responses) -> list[str]:
+    """What of the endpoint's settings cannot work."""
+    endpoint = responses.endpoint
+    assert endpoint
+    problems = []
+    if endpoint.max_spend is not None and not (endpoint.input_price or endpoint.output_price):
+        problems.append(
+            "responses.endpoint.max_spend: nothing has a price; write input_price and output_price (per million tokens)"
+        )
+    taken = {"model", "messages", "stream", "n"} & endpoint.extra_body.keys()
+    problems += [f"responses.endpoint.extra_body.{key}: is set by Eyas; delete it" for key in sorted(taken)]
+    return problems
+
+
 def _impossible(config: Config) -> list[str]:
     """Combinations that need no look at the target."""
     problems = []
@@ -108,14 +126,19 @@ def _impossible(config: Config) -> list[str]:
             f"data.held_out_every: {data.held_out_every} leaves no held-out row among data.rows = {data.rows};"
             f" write at most {data.rows}"
         )
-    if responses.engine == "transformers" and responses.max_new_tokens >= config.tokenization.max_length:
+    if responses.engine != "keep" and responses.max_new_tokens >= config.tokenization.max_length:
         problems.append(
             f"responses.max_new_tokens: {responses.max_new_tokens} leaves no room for a prompt in"
             f" tokenization.max_length = {config.tokenization.max_length}"
         )
     for file in data.prompts:
-        if not file.endswith((".json", ".jsonl")):
-            problems.append(f"data.prompts: {file}: only .json and .jsonl files are read")
+        if not _READ.search(file.path) and not any(character in file.path for character in "*?["):
+            problems.append(
+                f"data.prompts: {file.path}: .jsonl, .ndjson and .json files (also as .gz or .zst) and .parquet"
+                " files are read"
+            )
+    if responses.engine == "openai":
+        problems += _unreachable(responses)
     places = [*config.packages, *([config.target.path] if config.target.gguf else [])]
     if len({os.path.normpath(p) for p in places}) < len(places):
         problems.append("packages: two files would be written to the same place")

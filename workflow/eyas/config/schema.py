@@ -1,49 +1,15 @@
-"""The configuration of a run, typed. Unknown keys and wrong types are errors.
-
-Fields marked with :func:`runtime` change how fast a stage runs, never what it
-writes; they are left out of the rules' ``params`` (see :func:`identity`), so
-that changing one re-runs nothing.
-"""
+"""The configuration of a run, typed. Unknown keys and wrong types are errors."""
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+from eyas.config.fields import Dtype, Name, Number, Strict, identity, runtime
+from eyas.config.responses import Endpoint, EndpointOptions, Responses
 
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=100)]
-Dtype = Literal["bfloat16", "float16", "float32"]
-
-
-def _number(value: Any) -> Any:
-    # PyYAML reads `1e-4` (no dot) as a string: take it as the number it is meant to be.
-    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
-        return float(value)
-    return value
-
-
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-
-
-def runtime(default: Any, **constraints: Any) -> Any:
-    """A field that cannot change what an artefact is: at most its last bits, by floating-point rounding
-    (in greedy decoding a near tie may then fall the other way)."""
-    return Field(default, json_schema_extra={"runtime": True}, **constraints)
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+__all__ = ["Config", "Drafter", "Endpoint", "EndpointOptions", "PromptFiles", "Responses", "Training", "identity"]
 
 
 class ExpectedSizes(Strict):
@@ -87,11 +53,34 @@ class PackagedFile(Strict):
     """Checksum of the file; anything else is refused."""
 
 
+PromptFormat = Literal["auto", "messages", "sharegpt", "prompt", "text"]
+
+
+class PromptFiles(Strict):
+    """A prompt file, or several by a pattern."""
+
+    path: str = Field(min_length=1)
+    """A file (.jsonl, .json, .parquet; .jsonl and .json also as .gz or .zst), or a pattern of files
+    (`data/*.jsonl`, `**` for all folders below)."""
+    format: PromptFormat | None = None
+    """What the records look like; null takes `data.format`."""
+    source: str | None = Field(None, min_length=1)
+    """Name of the data set in the statistics; null takes a record's own `source`, else the file's name."""
+
+
+def _prompt_files(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
 class Data(Strict):
     """The prompts and how they are cut into rows and shards."""
 
-    prompts: list[str] = Field(min_length=1)
-    """Prompt files (.json or .jsonl), read one after the other; record i is row i."""
+    prompts: list[Annotated[PromptFiles, BeforeValidator(_prompt_files)]] = Field(min_length=1)
+    """Prompt files, read one after the other; record i is row i. Each is a path or a pattern, or a
+    mapping of `path`, `format` and `source`."""
+    format: PromptFormat = "auto"
+    """What the records look like: `messages` (OpenAI), `sharegpt` (`conversations`), `prompt` (`prompt`,
+    or `instruction` and `input`), `text` (ready text, supervised from end to end). `auto` looks."""
     rows: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows to use. `auto` counts local files as the Snakefile is parsed."""
     shard_rows: int = Field(500, ge=1)
@@ -99,7 +88,9 @@ class Data(Strict):
     held_out_every: int = Field(20, ge=2)
     """Every n-th row is kept out of training and used to measure acceptance."""
     max_bad_rows: int = Field(0, ge=0)
-    """Records that may be unusable (not JSON, no user turn) before the run stops."""
+    """Records that may be unusable (not JSON, no user turn, wrong roles) before the run stops."""
+    duplicates: Literal["skip", "keep"] = "skip"
+    """Records with the very content of an earlier one: record as skipped, or keep."""
 
     @field_validator("rows", mode="before")
     @classmethod
@@ -110,27 +101,6 @@ class Data(Strict):
         return rows
 
 
-class Responses(Strict):
-    """The answers that the drafter learns from."""
-
-    engine: Literal["transformers", "keep"] = "transformers"
-    """`transformers`: the target answers, in-process. `keep`: the answers of the data."""
-    max_new_tokens: int = Field(512, ge=1)
-    """Longest answer, in tokens."""
-    temperature: Number = Field(0.0, ge=0)
-    """0 is greedy; above 0 samples, seeded by run seed, row and turn."""
-    top_p: Number = Field(1.0, gt=0, le=1)
-    """Nucleus of the sampling."""
-    truncated: Literal["skip", "keep"] = "skip"
-    """Answers cut off by max_new_tokens: skip the row, or keep it without an end of turn."""
-    batch_rows: int = runtime(32, ge=1)
-    """Rows decoded together."""
-    threads: int = runtime(1, ge=1)
-    """CPU threads of a job."""
-    gpu: int = runtime(0, ge=0)
-    """GPUs of a job."""
-
-
 class Tokenization(Strict):
     """Chat template to token ids and loss mask."""
 
@@ -138,6 +108,16 @@ class Tokenization(Strict):
     """Longest row, in tokens."""
     overlong: Literal["skip", "truncate"] = "skip"
     """Rows over max_length: record as skipped, or cut at a token boundary."""
+    truncation_side: Literal["right", "left"] = "right"
+    """Where `overlong: truncate` cuts: the end of the row, or its beginning."""
+    train_on: Literal["all_turns", "last_turn"] = "all_turns"
+    """Which answers of a conversation are supervised."""
+    reasoning: Literal["train", "mask", "strip"] = "train"
+    """The thinking of reasoning targets: supervise it (one row for each answer, where the template drops
+    the thinking of earlier ones), leave it in without supervision, or take it out."""
+    template_options: dict[str, Any] = {}
+    """Variables for the chat template, as in `{enable_thinking: false}`; in-process answers are
+    prompted with them too."""
 
 
 class Extraction(Strict):
@@ -322,17 +302,3 @@ class Config(Strict):
     drafters: dict[Name, Drafter] = Field(min_length=1)
     """The drafters to train, by name."""
     evaluation: Evaluation = Evaluation()
-
-
-def identity(section: Strict, exclude: set[str] | None = None) -> dict[str, Any]:
-    """The part of `section` that can change what a stage writes: all but runtime fields."""
-    left_out = {
-        name
-        for name, field in type(section).model_fields.items()
-        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("runtime")
-    }
-    values = section.model_dump(mode="json", exclude=left_out | (exclude or set()))
-    for name in values:
-        if isinstance(getattr(section, name), Strict):
-            values[name] = identity(getattr(section, name))
-    return values

@@ -6,14 +6,18 @@ import itertools
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas.conversations.formats import UnusableRecord, to_messages
+from eyas.config.schema import PromptFiles
+from eyas.conversations.duplicates import Duplicates
+from eyas.conversations.formats import UnusableRecord, detect, identity_of, read_content, writable
 from eyas.conversations.rows import Row, write_rows
+from eyas.conversations.sources import Record, container_of, count_file, read_records
 from eyas.errors import EyasError
+from eyas.jobs import Progress
 from eyas.shards import atomic_path, describe_file, shards_of, write_json, write_lock
 from eyas.versions import VERSIONS
 
@@ -21,46 +25,9 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = VERSIONS["prompts"]
 
-
-@dataclass(frozen=True)
-class Record:
-    """One entry of a prompt file: its place, and its value or the reason why there is none."""
-
-    source: str
-    value: Any = None
-    unreadable: str | None = None
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """Records of a .jsonl file (blank lines are none) or of a .json list, in order.
-
-    Raises EyasError when the file itself cannot be read.
-    """
-    try:
-        if path.name.endswith(".jsonl"):
-            with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    place = f"{path}:{number}"
-                    try:
-                        yield Record(place, json.loads(line))
-                    except (ValueError, RecursionError) as exc:
-                        yield Record(place, unreadable=f"not JSON ({exc})")
-            return
-        entries = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise EyasError(f"data.prompts: {path} does not exist; name a .json or .jsonl file of prompts") from None
-    except (ValueError, RecursionError) as exc:
-        raise EyasError(
-            f"data.prompts: {path} is not valid JSON ({exc}); one record a line goes in a .jsonl file"
-        ) from None
-    except OSError as exc:
-        raise EyasError(f"data.prompts: {path} cannot be read ({exc.strerror})") from None
-    if not isinstance(entries, list):
-        raise EyasError(f"data.prompts: {path} holds no JSON list of records")
-    for number, value in enumerate(entries, 1):
-        yield Record(f"{path}:{number}", value)
+_LOOKED_AT = 100  # records that tell a file's format
+_LISTED = 20  # bad records that are shown
+_SOURCES = 1000  # data sets that are counted by name
 
 
 def count_records(paths: Sequence[str], cache: Path | None = None) -> int:
@@ -85,88 +52,163 @@ def count_records(paths: Sequence[str], cache: Path | None = None) -> int:
         key, stamp = os.path.abspath(path), [status.st_size, status.st_mtime_ns]
         entry = known.get(key)
         if not (isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("records"), int)):
-            entry = {"stamp": stamp, "records": _count(Path(path))}
+            entry = {"stamp": stamp, "records": count_file(path)}
             known[key], changed = entry, True
         total += int(entry["records"])
     if cache and changed:
         try:
             write_json(cache, known)
-        except OSError:
-            pass  # a read-only working folder: counted again next time
+        except (OSError, ValueError):
+            pass  # a read-only working folder, or a name that is no UTF-8: counted again next time
     if total == 0:
-        raise EyasError(f"data.prompts: no prompts in {', '.join(paths)}")
+        raise EyasError(f"data.prompts: no prompts in {_named(paths)}")
     return total
 
 
-def _count(path: Path) -> int:
-    if path.name.endswith(".jsonl"):
-        try:
-            with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-                return sum(1 for line in file if line.strip())
-        except OSError as exc:
-            raise EyasError(f"data.prompts: {path} cannot be read ({exc.strerror})") from None
-    return sum(1 for _ in read_records(path))
+def _named(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return ", ".join(paths[:_LISTED]) + more
 
 
-def _rows(paths: Sequence[Path], rows: int, max_bad_rows: int) -> Iterator[Row]:
-    """Rows 0 … rows-1; raises EyasError when records run out or too many are bad."""
-    bad: list[str] = []
-    number = 0
-    for path in paths:
-        for record in read_records(path):
-            if number == rows:
+class _Numbering:
+    """Records to rows 0 … rows-1, and what the index says about them."""
+
+    def __init__(self, rows: int, max_bad_rows: int, data_format: str, duplicates: str) -> None:
+        self.rows, self.max_bad_rows, self.data_format = rows, max_bad_rows, data_format
+        self.seen = Duplicates() if duplicates == "skip" else None
+        self.number = self.duplicates = self.bad = 0
+        self.listed: list[str] = []
+        self.formats: dict[str, dict[str, str]] = {}
+        self.sources: Counter[str] = Counter()
+
+    def rows_of(self, files: Sequence[PromptFiles]) -> Iterator[Row]:
+        """The rows; raises EyasError when records run out or too many are bad."""
+        for file in files:
+            if self.number == self.rows:
                 return
-            try:
-                if record.unreadable:
-                    raise UnusableRecord(record.unreadable)
-                yield Row(number, record.source, to_messages(record.value))
-            except UnusableRecord as exc:
-                bad.append(f"{record.source}: {exc}")
-                if len(bad) > max_bad_rows:
-                    listed = "\n".join(bad[:20])
-                    raise EyasError(
-                        f"{listed}\n{len(bad)} bad record(s) among the first {number + 1}, more than"
-                        f" data.max_bad_rows = {max_bad_rows}; correct them, or allow more to skip them"
-                    ) from None
-                log.warning("Row %d is skipped: %s: %s.", number, record.source, exc)
-                yield Row(number, record.source, skipped=f"bad record: {exc}")
-            number += 1
-    if number == 0:
-        raise EyasError(f"data.prompts: no prompts in {', '.join(map(str, paths))}")
-    if number < rows:
-        raise EyasError(
-            f"data.rows: {rows} are asked for, but the prompt files hold {number}; write data.rows: {number}"
-        )
+            yield from self._file(file)
+        if self.number == 0:
+            raise EyasError(f"data.prompts: no prompts in {_named([file.path for file in files])}")
+        if self.number < self.rows:
+            raise EyasError(
+                f"data.rows: {self.rows} are asked for, but the prompt files hold {self.number};"
+                f" write data.rows: {self.number}"
+            )
+
+    def _file(self, file: PromptFiles) -> Iterator[Row]:
+        container = "+".join(filter(None, container_of(file.path)))
+        reader = read_records(file.path)
+        records = itertools.islice(reader, self.rows - self.number)
+        wanted = file.format or self.data_format
+        forced = wanted != "auto"
+        first = [] if forced else _beginning(records)
+        expected = wanted if forced else detect(record.value for record in first)
+        path, shown = writable(file.path), expected or "unknown"
+        self.formats[path] = {"container": container, "format": shown}
+        log.info("%s: %s, format %s (%s).", path, container, shown, "forced" if forced else "detected")
+        named, name = file.source and writable(file.source), os.path.basename(path)
+        for record in itertools.chain(first, records):
+            own, identity = identity_of(record.value)
+            source, place = named or own or name, f"{path}:{record.line}"
+            row = self._filled(Row(self.number, source, place=place, id=identity), record, expected, forced)
+            known = source in self.sources or len(self.sources) < _SOURCES
+            self.sources[source if known else "(others)"] += 1
+            self.number += 1
+            yield row
+        # When that was the last record: only at its end does a compressed file tell whether it is whole.
+        next(reader, None)
+
+    def _filled(self, row: Row, record: Record, expected: str | None, forced: bool) -> Row:
+        """The row with what its record holds, or skipped."""
+        try:
+            if record.unreadable:
+                raise UnusableRecord(record.unreadable)
+            content = read_content(record.value, expected, forced)
+        except UnusableRecord as exc:
+            self._count_bad(f"{row.place}: {exc}")
+            return row.skip(f"bad record: {exc}")
+        if self.seen and (first := self.seen.first(content, row.row)) is not None:
+            self.duplicates += 1
+            return row.skip(f"duplicate of row {first}")
+        row.messages, row.tools, row.text = content
+        return row
+
+    def _count_bad(self, problem: str) -> None:
+        self.bad += 1
+        if self.bad <= _LISTED:
+            self.listed.append(problem)
+            log.warning("Row %d is skipped: %s.", self.number, problem)
+        elif self.bad == _LISTED + 1:
+            log.warning("More rows are skipped; skipped.jsonl lists them all.")
+        if self.bad > self.max_bad_rows:
+            listed = "\n".join(self.listed)
+            raise EyasError(
+                f"{listed}\n{self.bad} bad record(s) among the first {self.number + 1}, more than"
+                f" data.max_bad_rows = {self.max_bad_rows}; correct them, or allow more to skip them"
+            ) from None
 
 
-def write_prompts(paths: Sequence[Path], rows: int, shard_rows: int, max_bad_rows: int, folder: Path) -> None:
-    """Write `folder/rows_a-b.jsonl` for every shard, then `folder/index.json`.
+def _beginning(records: Iterator[Record]) -> list[Record]:
+    """The first records, until enough of them can be read to tell a file's format."""
+    first: list[Record] = []
+    readable = 0
+    while readable < _LOOKED_AT and len(first) < 10 * _LOOKED_AT and (record := next(records, None)):
+        first.append(record)
+        readable += record.unreadable is None
+    return first
 
-    One shard is held in memory at a time. Raises EyasError for missing, short or bad input;
-    then no index is written, and nothing that is half a shard.
+
+def write_prompts(
+    files: Sequence[PromptFiles],
+    rows: int,
+    shard_rows: int,
+    max_bad_rows: int,
+    folder: Path,
+    data_format: str = "auto",
+    duplicates: str = "skip",
+) -> None:
+    """Write `folder/rows_a-b.jsonl` for every shard, `folder/skipped.jsonl`, then `folder/index.json`.
+
+    `files` are files, not patterns (see `expand`). One shard is held in memory at a time. Raises EyasError
+    for missing, short or bad input; then no index is written, and nothing that is half a shard.
     """
     with write_lock(folder / "index.json"):
         shards = shards_of(rows, shard_rows)
-        files: dict[str, Any] = {}
-        skipped = 0
-        stream = _rows(paths, rows, max_bad_rows)
-        for shard in shards:
-            batch = list(itertools.islice(stream, len(shard)))
-            final = folder / f"{shard.name}.jsonl"
-            with atomic_path(final) as partial:
-                write_rows(partial, batch)
-            skipped += sum(row.skipped is not None for row in batch)
-            files[final.name] = describe_file(final)
+        written: dict[str, Any] = {}
+        numbering = _Numbering(rows, max_bad_rows, data_format, duplicates)
+        stream = numbering.rows_of(files)
+        progress = Progress("Prompts", rows, "rows")
+        with atomic_path(folder / "skipped.jsonl") as listed, open(listed, "w", encoding="utf-8") as skipped:
+            for shard in shards:
+                batch = list(itertools.islice(stream, len(shard)))
+                final = folder / f"{shard.name}.jsonl"
+                with atomic_path(final) as partial:
+                    write_rows(partial, batch)
+                written[final.name] = describe_file(final)
+                skipped.writelines(_skipped_line(row) for row in batch if row.skipped is not None)
+                progress.advance(len(batch))
+            next(stream, None)
+        unusable = numbering.bad + numbering.duplicates
         write_json(
             folder / "index.json",
             {
                 "format_version": FORMAT_VERSION,
                 "rows": rows,
                 "shard_rows": shard_rows,
-                "skipped": skipped,
-                "files": files,
+                "skipped": unusable,
+                "duplicates": numbering.duplicates,
+                "formats": numbering.formats,
+                "sources": dict(numbering.sources),
+                "files": written,
             },
         )
         log.info(
-            "Wrote %d rows (%d skipped) in %d shards from %s.", rows, skipped, len(shards), ", ".join(map(str, paths))
-        )
+            "Wrote %d rows (%d bad, %d duplicates) in %d shards from %s.",
+            rows, numbering.bad, numbering.duplicates, len(shards), _named(list(numbering.formats)),
+        )  # fmt: skip
+
+
+def _skipped_line(row: Row) -> str:
+    file, _, line = row.place.rpartition(":")
+    values = {"row": row.row, "file": file, "line": int(line), "reason": row.skipped}
+    return json.dumps(values, ensure_ascii=False) + "\n"

@@ -14,8 +14,13 @@ from eyas.errors import EyasError
 class Row:
     """One conversation; `row` is its global index for life.
 
-    `skipped` is the reason why it cannot be used, and stays with the row through every stage.
-    `finish` is how the last answer ended: `stop`, `length` (cut off), or None (not generated).
+    `source`: the data set it comes from, `place`: the file and line, `id`: the record's own, if it has one.
+    `messages`: `role` (system, user, assistant, tool) and `content` (text); an assistant's may have
+    `reasoning_content` (text) and `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`,
+    arguments as an object where they are one), a tool's `tool_call_id` and `name`. `tools`: descriptions of
+    the functions on offer. `text` instead of messages: ready text, all of it supervised.
+    `skipped` is the reason why the row cannot be used, and stays with it through every stage.
+    `finish` is how the last answer ended: `stop`, `length` (cut off), `tool_calls`, or None (not generated).
     """
 
     row: int
@@ -24,16 +29,29 @@ class Row:
     skipped: str | None = None
     finish: str | None = None
     reply_tokens: int | None = None
+    place: str = ""
+    id: str | int | None = None
+    tools: list[dict[str, Any]] | None = None
+    text: str | None = None
 
     def to_json(self) -> str:
         values: dict[str, Any] = {"row": self.row, "source": self.source}
+        for name in ("place", "id"):
+            if getattr(self, name) not in ("", None):
+                values[name] = getattr(self, name)
         if self.skipped is not None:
             values["skipped"] = self.skipped
+        elif self.text is not None:
+            values["text"] = self.text
         else:
-            values["messages"] = self.messages
+            values |= {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         if self.finish is not None:
             values |= {"finish": self.finish, "reply_tokens": self.reply_tokens}
         return json.dumps(values, ensure_ascii=False)
+
+    def skip(self, reason: str, finish: str | None = None, reply_tokens: int | None = None) -> Row:
+        """The same row, unusable for this reason."""
+        return Row(self.row, self.source, [], reason, finish, reply_tokens, self.place, self.id)
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:

@@ -19,8 +19,9 @@ from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, require, require_target
 from eyas.jobs import Progress
 from eyas.shards import is_held_out, read_json, shards_of, write_json, write_lock
+from eyas.target.chat import ChatTemplate
 from eyas.target.model import TargetModel, config_hash, load_target
-from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, prompt_ids, tokenizer_hashes
+from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, tokenizer_hashes
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -102,13 +103,25 @@ def _chain(
     }
 
 
-def _prompts(rows: Sequence[Row], usable: set[int], tokenizer: Any, wanted: int) -> list[tuple[int, list[int]]]:
-    """Ids of the first user turns (with their system message) of the first `wanted` rows among `usable`."""
+def first_prompts(
+    rows: Sequence[Row], usable: set[int], chat: ChatTemplate, wanted: int
+) -> list[tuple[int, list[int]]]:
+    """(row, ids up to the open answer) of the first user turn, with what is before it, of `wanted` rows.
+
+    The first ones among `usable` that have a prompt: ready text has none, nor has a conversation without a
+    user's turn; one whose beginning the chat template refuses is left out.
+    """
     prompts: list[tuple[int, list[int]]] = []
     for row in rows:
-        if row.row in usable and len(prompts) < wanted:
-            first = next(i for i, m in enumerate(row.messages) if m["role"] == "user")
-            prompts.append((row.row, prompt_ids(tokenizer, row.messages[: first + 1])))
+        if len(prompts) == wanted:
+            break
+        asked = next((i for i, message in enumerate(row.messages) if message["role"] == "user"), None)
+        if row.row not in usable or row.text is not None or asked is None:
+            continue
+        try:
+            prompts.append((row.row, chat.prompt_ids(row.messages[: asked + 1], row.tools)))
+        except TemplateRefusal as exc:
+            log.info("Row %d (%s) gives no prompt: %s.", row.row, row.place or row.source, exc)
     return prompts
 
 
@@ -124,8 +137,9 @@ def evaluate(
 ) -> None:
     """Measure each of `checkpoints` (`trained`, `untrained`: folder) and write `output` as JSON.
 
-    `settings`: draft_steps, prompts, max_new_tokens, held_out_every. `held_out`: usable held-out conversations.
-    Raises EyasError when no held-out row is usable.
+    `settings`: draft_steps, prompts, max_new_tokens, held_out_every, template_options. `held_out`: usable
+    held-out conversations; where none has a prompt (ready text), only the offline figures are measured and
+    the acceptance of decoding is null. Raises EyasError when no held-out row is usable.
     """
     with write_lock(output):
         data = HiddenStates(manifest, tokens_folder)
@@ -141,7 +155,10 @@ def evaluate(
         target = load_target(target_reference, gpus)
         end_ids = end_of_turn_ids(target_reference, tokenizer)
         usable = {int(data.row_ids[i]) for i in rows}  # tokenisation may have skipped more
-        prompts = _prompts(held_out, usable, tokenizer, settings["prompts"])
+        chat = ChatTemplate(tokenizer, settings.get("template_options"))
+        prompts = first_prompts(held_out, usable, chat, settings["prompts"])
+        if not prompts:
+            log.warning("No held-out row has a prompt, so acceptance is measured from the hidden states alone.")
         progress = Progress("Plain greedy decoding", len(prompts), "prompts")
         references = []
         for _, prompt in prompts:
@@ -152,7 +169,7 @@ def evaluate(
             "format_version": FORMAT_VERSION,
             "definitions": {"offline": offline.DEFINITION, "decoding": CHAIN_DEFINITION},
             "draft_steps": settings["draft_steps"],
-            "held_out_rows": len(rows),
+            "held_out_rows": len(usable),
             "prompts": len(prompts),
             "drafters": {},
         }

@@ -20,6 +20,8 @@ FORMAT_VERSION = VERSIONS["manifest"]
 
 # What all shards of a run must have in common.
 _COMMON = ("target", "tokenizer_hash", "chat_template_hash", "layers", "dtype", "hidden_size")
+# What adds up over the shards. A row comes to one sequence or to several.
+_SUMS = ("rows", "sequences", "tokens", "bytes")
 
 
 def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
@@ -41,7 +43,7 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
                     f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run"
                     " snakemake again"
                 )
-            needed = (*_COMMON, "rows", "skipped", "tokens", "bytes", "checksum", "tokens_checksum")
+            needed = (*_COMMON, *_SUMS, "skipped", "checksum", "tokens_checksum")
             if lacking := [key for key in needed if key not in facts]:
                 raise EyasError(f"{path}: its sidecar lacks {', '.join(lacking)}; delete both and run snakemake again")
             if shard.start != expected_start:
@@ -73,12 +75,12 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
             entries.append(
                 {
                     "file": path.name,
-                    **{key: facts[key] for key in ("rows", "tokens", "bytes", "checksum", "tokens_checksum")},
+                    **{key: facts[key] for key in (*_SUMS, "checksum", "tokens_checksum")},
                 }
             )
         if common is None or expected_start != rows:
             raise EyasError(f"{output}: the shards hold rows 0 to {expected_start - 1} of {rows}; run snakemake again")
-        totals = {key: sum(entry[key] for entry in entries) for key in ("rows", "tokens", "bytes")}
+        totals = {key: sum(entry[key] for entry in entries) for key in _SUMS}
         if totals["rows"] == 0:
             raise EyasError(f"{output}: every one of the {rows} rows was skipped; the shards' .json files say why")
         write_json(
@@ -93,8 +95,8 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
             },
         )
         log.info(
-            "Wrote %s: %d shards, %d rows (%d more skipped), %d tokens, %d bytes.",
-            output, len(entries), totals["rows"], skipped, totals["tokens"], totals["bytes"],
+            "Wrote %s: %d shards, %d rows (%d more skipped) in %d sequences, %d tokens, %d bytes.",
+            output, len(entries), totals["rows"], skipped, totals["sequences"], totals["tokens"], totals["bytes"],
         )  # fmt: skip
 
 
@@ -140,8 +142,11 @@ def read_manifest(path: Path) -> Manifest:
                     f"{shard}: {'missing' if size is None else f'{size} bytes'}, the manifest says {entry['bytes']};"
                     f" delete it and run `snakemake {shard}` to rebuild it"
                 )
-        if sum(entry["rows"] for entry in values["shards"]) != values["totals"]["rows"]:
-            raise EyasError(f"{path}: the shards' rows do not add up to the total; delete it and run snakemake again")
+        for key in _SUMS:
+            if sum(entry[key] for entry in values["shards"]) != values["totals"][key]:
+                raise EyasError(
+                    f"{path}: the shards' {key} do not add up to the total; delete it and run snakemake again"
+                )
     except (KeyError, TypeError) as exc:
         raise EyasError(f"{path}: damaged ({exc} is missing or wrong); delete it and run snakemake again") from None
     return Manifest(path, values)

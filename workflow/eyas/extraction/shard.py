@@ -37,7 +37,7 @@ LAST_HIDDEN_STATE = "after_final_norm"
 _STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-def shard_layout(tokens: int, rows: int, hidden_size: int, dtype: str) -> Layout:
+def shard_layout(tokens: int, sequences: int, hidden_size: int, dtype: str) -> Layout:
     """Places of all tensors of a shard; its size is known before any state is."""
     stored = _STORED[dtype]
     return Layout.of(
@@ -46,8 +46,8 @@ def shard_layout(tokens: int, rows: int, hidden_size: int, dtype: str) -> Layout
             "last_hidden_state": (stored, (tokens, hidden_size)),
             "input_ids": ("I32", (tokens,)),
             "target_token": ("I32", (tokens,)),
-            "offsets": ("I64", (rows + 1,)),
-            "row_ids": ("I64", (rows,)),
+            "offsets": ("I64", (sequences + 1,)),
+            "row_ids": ("I64", (sequences,)),
         },
         {"format": "eyas.hidden_states", "version": str(FORMAT_VERSION)},
     )
@@ -55,7 +55,7 @@ def shard_layout(tokens: int, rows: int, hidden_size: int, dtype: str) -> Layout
 
 @dataclass
 class _Writer:
-    """Puts captured rows at their places; refuses states that are not finite."""
+    """Puts captured sequences at their places; refuses states that are not finite."""
 
     file: TensorFileWriter
     tokens: TokenShard
@@ -98,6 +98,7 @@ def extract_shard(
     The file is allocated at full size before the target is loaded, so a full disk is an
     error at once. Batches are journalled as they are written; a killed job goes on with the
     batches that are missing, and ends with the same bytes. `layers` None takes the default ones.
+    A row may come to several sequences (its id repeats in `row_ids`); each has its own states.
     Raises EyasError.
     """
     from eyas.target.model import target_identity
@@ -115,24 +116,25 @@ def extract_shard(
             log.info("%s was finished by another process in the meantime.", output)
             return
         tokens = read_tokens(tokens_file)
+        rows = len(np.unique(tokens.row_ids))
         staging = output.parent / ".staging" / output.stem
         staged = staging / output.name
         layout = shard_layout(len(tokens.input_ids), len(tokens), hidden_size, dtype)
         if not staged.exists() or staged.stat().st_size != layout.nbytes:
             # A journal counts only beside the file it is about.
             remove_folder(staging)
-        with Journal(staging, fingerprint(job=mark, batch_tokens=batch_tokens)) as journal:
+        with Journal(staging, fingerprint(job=mark, batch_tokens=batch_tokens, records="sequences")) as journal:
             if not staged.exists():
                 ensure_free(staging, layout.nbytes, f"Shard {output.stem}")
             elif journal.records:
                 log.info(
-                    "Resuming %s: %d of %d rows are there from before.",
+                    "Resuming %s: %d of %d sequences are there from before.",
                     output.stem, len(journal.records), len(tokens),
                 )  # fmt: skip
             with TensorFileWriter(staged, layout) as file:
                 log.info(
                     "%s: %d rows, %d tokens, %d bytes allocated.",
-                    output.stem, len(tokens), len(tokens.input_ids), layout.nbytes,
+                    output.stem, rows, len(tokens.input_ids), layout.nbytes,
                 )  # fmt: skip
                 seconds, captured = _fill(
                     _Writer(file, tokens, dtype), target, layers, batch_tokens, gpus, journal, output.stem
@@ -150,7 +152,8 @@ def extract_shard(
                 "dtype": dtype,
                 "hidden_size": hidden_size,
                 "tokens_checksum": source,
-                "rows": len(tokens),
+                "rows": rows,
+                "sequences": len(tokens),
                 "tokens": int(len(tokens.input_ids)),
                 **described,
                 "skipped": token_facts["skipped"],
@@ -160,7 +163,7 @@ def extract_shard(
             },
         )
         publish({staged: output, staging / sidecar.name: sidecar}, staging)
-        log.info("Wrote %s: %d rows, %d tokens, %d bytes.", output, len(tokens), len(tokens.input_ids), layout.nbytes)
+        log.info("Wrote %s: %d rows, %d tokens, %d bytes.", output, rows, len(tokens.input_ids), layout.nbytes)
 
 
 def _fill(
@@ -172,14 +175,17 @@ def _fill(
     journal: Journal,
     name: str,
 ) -> tuple[float, int]:
-    """Run the batches that the journal does not have; returns the seconds it took, and their tokens."""
+    """Run the batches that the journal does not have; returns the seconds it took, and their tokens.
+
+    The journal names a sequence by its index in the shard: a row's id may stand for several.
+    """
     from eyas.extraction.engines.transformers import capture_rows, check_head, plan_batches
     from eyas.target.model import load_target
 
     tokens = writer.tokens
-    finished = {record["row"] for record in journal.records}
+    finished = {record["sequence"] for record in journal.records}
     batches = plan_batches(tokens.lengths.tolist(), batch_tokens)
-    missing = [b for b in batches if not all(int(tokens.row_ids[i]) in finished for i in b)]
+    missing = [b for b in batches if not finished.issuperset(b)]
     already = sum(int(tokens.lengths[i]) for b in batches if b not in missing for i in b)
     writer.write_index()
     if not missing:
@@ -187,12 +193,12 @@ def _fill(
     model = load_target(target, gpus)
     check_head(model)
     progress = Progress(f"Hidden states {name}", len(tokens.input_ids), "tokens", already=already)
-    rows = [tokens.input_ids[a:b] for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
-    for captured in capture_rows(model, layers, rows, missing):
+    sequences = [tokens.input_ids[a:b] for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
+    for captured in capture_rows(model, layers, sequences, missing):
         for index, row in captured:
             writer.write(index, row)
         writer.file.sync()  # states first, then the record that they are there
-        journal.append(*({"row": int(tokens.row_ids[index])} for index, _ in captured))
+        journal.append(*({"sequence": index} for index, _ in captured))
         progress.advance(sum(len(row.target_token) for _, row in captured))
     log.info("%s.", progress.line())
     return progress.seconds, len(tokens.input_ids) - already

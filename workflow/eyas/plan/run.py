@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas.config import Config, check_against_target, check_config, identity, read_target_sizes
-from eyas.conversations import count_records
+from eyas.config import Config, PromptFiles, check_against_target, check_config, identity, read_target_sizes
+from eyas.conversations import count_records, expand
 from eyas.errors import EyasError
 from eyas.shards import shards_of
 from eyas.target.files import MODEL_FILES, TOKENIZER_FILES
@@ -24,6 +24,8 @@ class RunPlan:
 
     config: Config
     rows: int
+    prompts: tuple[PromptFiles, ...]
+    """The prompt files, their patterns resolved."""
 
     @property
     def versions(self) -> dict[str, int]:
@@ -36,6 +38,14 @@ class RunPlan:
     @property
     def shard_names(self) -> list[str]:
         return [shard.name for shard in shards_of(self.rows, self.config.data.shard_rows)]
+
+    @property
+    def prompt_paths(self) -> list[str]:
+        return [file.path for file in self.prompts]
+
+    @property
+    def prompt_files_json(self) -> str:
+        return _json([file.model_dump() for file in self.prompts])
 
     @property
     def target_files(self) -> list[str]:
@@ -60,9 +70,34 @@ class RunPlan:
         responses = self.config.responses
         if responses.engine == "keep":
             return _json({"engine": "keep"})
-        settings = identity(responses) | {"max_length": self.config.tokenization.max_length}
+        tokenization = self.config.tokenization
+        settings = identity(responses) | {"max_length": tokenization.max_length}
+        endpoint = settings.pop("endpoint")
+        if responses.engine == "openai":
+            settings |= endpoint
+        else:
+            settings["template_options"] = tokenization.template_options
+        if responses.truncated != "continue":
+            del settings["max_continuations"]
         settings["seed"] = self.config.seed if responses.temperature > 0 else 0
         return _json(settings)
+
+    @property
+    def response_target_json(self) -> str:
+        """The target for the responses; over an endpoint its files and precision do not matter."""
+        return '{"path":""}' if self.config.responses.engine == "openai" else self.target_json
+
+    @property
+    def response_target_files(self) -> list[str]:
+        return self.target_files if self.config.responses.engine == "transformers" else []
+
+    @property
+    def endpoint_json(self) -> str:
+        """How the endpoint is reached: for a resource, since it re-runs nothing."""
+        endpoint = self.config.responses.endpoint
+        if endpoint is None or self.config.responses.engine != "openai":
+            return "none"
+        return _json(endpoint.model_dump(mode="json", exclude={"model", "extra_body"}))
 
     @property
     def token_settings(self) -> str:
@@ -74,7 +109,8 @@ class RunPlan:
 
     @property
     def evaluation_settings(self) -> str:
-        return _json(identity(self.config.evaluation) | {"held_out_every": self.config.data.held_out_every})
+        settings = identity(self.config.evaluation) | {"held_out_every": self.config.data.held_out_every}
+        return _json(settings | {"template_options": self.config.tokenization.template_options})
 
     def model_settings(self, drafter: str) -> str:
         return _json(identity(self.config.drafters[drafter].model) | {"seed": self.config.seed})
@@ -119,12 +155,13 @@ def plan_run(values: Mapping[str, Any], source: str) -> RunPlan:
         sizes = read_target_sizes(config)
         if sizes:
             check_against_target(config, sizes)
-        rows = _count_rows(config)
+        prompts = expand(config.data.prompts, lambda path: _is_packaged(config, path))
+        rows = _count_rows(config, [file.path for file in prompts])
         _check_starts(config)
         _check_results(config.results)
     except EyasError as exc:
         raise EyasError("\n".join(f"{source}: {line}" for line in str(exc).splitlines())) from None
-    return RunPlan(config, rows)
+    return RunPlan(config, rows, tuple(prompts))
 
 
 def _check_target_folder(config: Config) -> None:
@@ -148,18 +185,18 @@ def _is_packaged(config: Config, file: str) -> bool:
     return os.path.normpath(file) in {os.path.normpath(place) for place in config.packages}
 
 
-def _count_rows(config: Config) -> int:
+def _count_rows(config: Config, prompts: list[str]) -> int:
     data, run = config.data, Path(config.results) / config.name
-    missing = [f for f in data.prompts if not os.path.exists(f) and not _is_packaged(config, f)]
+    missing = [f for f in prompts if not os.path.exists(f) and not _is_packaged(config, f)]
     if missing and not (run / "prompts" / "index.json").is_file():
-        raise EyasError(f"data.prompts: {missing[0]} does not exist; name a .json or .jsonl file of prompts")
+        raise EyasError(f"data.prompts: {missing[0]} does not exist; name files of prompts")
     if data.rows != "auto":
         return data.rows
-    if packaged := [f for f in data.prompts if not os.path.exists(f)]:
+    if packaged := [f for f in prompts if not os.path.exists(f)]:
         raise EyasError(
             f"data.rows: auto counts local files, and {packaged[0]} is not there yet; write the number of rows"
         )
-    rows = count_records(data.prompts, Path(".snakemake") / "eyas_row_counts.json")
+    rows = count_records(prompts, Path(".snakemake") / "eyas_row_counts.json")
     if rows < data.held_out_every:
         raise EyasError(
             f"data.held_out_every: {data.held_out_every} leaves no held-out row among the {rows} rows of the prompt"

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eyas.config.schema import EndpointOptions
 from eyas.conversations import Row, read_rows, write_rows
+from eyas.errors import EyasError
 from eyas.jobs import Progress
+from eyas.regeneration.replay import Replay, message_of_text
 from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_json, write_lock
 from eyas.shards.files import publish
-from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, prompt_ids
+from eyas.target.chat import ChatTemplate
+from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -19,35 +23,23 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = VERSIONS["conversations"]
 
 
-def user_turns(row: Row) -> int:
-    return sum(m["role"] == "user" for m in row.messages)
-
-
-def _history(row: Row, replies: Sequence[str]) -> list[dict[str, Any]]:
-    """The conversation up to the next open assistant turn: user turns replayed, answers the target's."""
-    history: list[dict[str, Any]] = []
-    answers = iter(replies)
-    for message in row.messages:
-        if message["role"] == "assistant":
-            continue
-        if message["role"] == "user" and history and history[-1]["role"] == "user":
-            answer = next(answers, None)
-            if answer is None:
-                break
-            history.append({"role": "assistant", "content": answer})
-        history.append(message)
-    return history
-
-
 def keep_responses(rows: Sequence[Row]) -> list[Row]:
-    """The data's own answers; rows without one are skipped."""
+    """The data's own answers; rows without one are skipped, ready text is taken as it is."""
     kept = []
     for row in rows:
-        answered = row.skipped is None and any(m["role"] == "assistant" and m["content"].strip() for m in row.messages)
+        answered = row.text is not None or any(
+            m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in row.messages
+        )
         if row.skipped is None and not answered:
-            row = Row(row.row, row.source, skipped="no answer in the data (responses.engine: keep)")
+            row = row.skip("no answer in the data (responses.engine: keep)")
         kept.append(row)
     return kept
+
+
+def _answers(row: Row) -> int:
+    """The most answers that a row can need: one for each user turn and each round of tool results."""
+    roles = [m["role"] for m in row.messages if m["role"] != "assistant"]
+    return sum(role == "user" or (role == "tool" and roles[i + 1 : i + 2] != ["tool"]) for i, role in enumerate(roles))
 
 
 class _Generation:
@@ -63,10 +55,13 @@ class _Generation:
 
         self.settings = settings
         self.tokenizer = load_tokenizer(target)
+        self.chat = ChatTemplate(self.tokenizer, settings.get("template_options"))
         self.end_ids = end_of_turn_ids(target, self.tokenizer)
         self.model = load_target(target, gpus)
+        # To go on with an answer is the same as a later limit, in-process.
+        parts = 1 + settings["max_continuations"] if settings["truncated"] == "continue" else 1
         self.sampling = Sampling(
-            settings["max_new_tokens"], settings["temperature"], settings["top_p"], settings["seed"]
+            parts * settings["max_new_tokens"], settings["temperature"], settings["top_p"], settings["seed"]
         )
 
     def text_of(self, reply_ids: list[int]) -> str:
@@ -78,20 +73,23 @@ class _Generation:
         from eyas.regeneration.generate import generate
 
         done = {(r["row"], r["turn"]): r for r in journal.records}
-        replies: dict[int, list[str]] = {row.row: [] for row in rows}
+        replays = {row.row: Replay(row) for row in rows}
         skipped = {row.row: row.skipped for row in rows}
+        for row in rows:
+            if row.text is not None:
+                skipped[row.row] = "ready text has no turns to answer (responses.engine: keep takes it as it is)"
         last: dict[int, dict[str, Any]] = {}
-        turns = sum(user_turns(row) for row in rows if row.skipped is None)
+        turns = sum(_answers(row) for row in rows if skipped[row.row] is None)
         progress = Progress(f"Responses {name}", turns, "turns", already=len(done))
         tokens = 0
-        for turn in range(max((user_turns(row) for row in rows), default=0)):
+        for turn in range(max((_answers(row) for row in rows), default=0)):
             pending = []
             for row in rows:
-                cut_off = row.row in last and last[row.row]["finish"] == "length"
-                if skipped[row.row] is None and turn < user_turns(row) and not cut_off:
+                replay = replays[row.row]
+                if skipped[row.row] is None and replay.open:
                     reason = None
                     try:
-                        ids = prompt_ids(self.tokenizer, _history(row, replies[row.row]))
+                        ids = self.chat.prompt_ids(replay.messages, row.tools)
                         if len(ids) + 1 > self.settings["max_length"]:
                             reason = f"too long: the prompt of turn {turn + 1} has {len(ids)} tokens"
                     except TemplateRefusal as exc:
@@ -101,7 +99,7 @@ class _Generation:
                     else:
                         skipped[row.row] = reason
                         log.info("Row %d is skipped: %s.", row.row, reason)
-                        progress.advance(user_turns(row) - turn)
+                        progress.advance(_answers(row) - turn)
             pending.sort(key=lambda item: (len(item[1]), item[0]))
             for start in range(0, len(pending), batch_rows):
                 batch = pending[start : start + batch_rows]
@@ -111,7 +109,7 @@ class _Generation:
                     def on_tokens(made: int) -> None:
                         nonlocal tokens, counted
                         tokens += made
-                        share = made / self.settings["max_new_tokens"]
+                        share = made / self.sampling.max_new_tokens
                         counted += share
                         progress.advance(share, f"{tokens / max(progress.seconds, 1e-9):,.0f} tok/s")
 
@@ -132,29 +130,34 @@ class _Generation:
                     progress.advance(len(batch) - counted, f"{tokens / max(progress.seconds, 1e-9):,.0f} tok/s")
                 for number, _ in batch:
                     record = done[number, turn]
-                    replies[number].append(record["text"])
                     last[number] = record
                     skipped[number] = self._unusable(record)
+                    # A kept answer that was cut off ends the conversation: the target never ended its turn.
+                    replay = replays[number]
+                    message = message_of_text(record["text"], bool(replay.row.tools))
+                    replay.answer(message, ends=record["finish"] == "length" or skipped[number] is not None)
         log.info("%s.", progress.line())
-        return [self._finished(row, replies[row.row], skipped[row.row], last.get(row.row)) for row in rows]
+        return [self._finished(replays[row.row], skipped[row.row], last.get(row.row)) for row in rows]
 
     def _unusable(self, record: dict[str, Any]) -> str | None:
-        if record["finish"] == "length" and self.settings["truncated"] == "skip":
-            return f"truncated: no end of turn within {record['tokens']} tokens (responses.truncated: skip)"
+        if record["finish"] == "length" and self.settings["truncated"] != "keep":
+            how = self.settings["truncated"]
+            return f"truncated: no end of turn within {record['tokens']} tokens (responses.truncated: {how})"
         if not record["text"].strip():
             return "empty: the target answered nothing"
         return None
 
     @staticmethod
-    def _finished(row: Row, replies: list[str], skipped: str | None, last: dict[str, Any] | None) -> Row:
-        if last is None:
-            return Row(row.row, row.source, skipped=skipped or row.skipped)
+    def _finished(replay: Replay, skipped: str | None, last: dict[str, Any] | None) -> Row:
+        row = replay.row
         if skipped is not None:
-            return Row(row.row, row.source, [], skipped, last["finish"], last["tokens"])
-        # A kept answer that was cut off ends the conversation: the target never ended its turn.
-        messages = _history(row, replies[:-1])
-        messages.append({"role": "assistant", "content": replies[-1]})
-        return Row(row.row, row.source, messages, None, last["finish"], last["tokens"])
+            ended = {} if last is None else {"finish": last["finish"], "reply_tokens": last["tokens"]}
+            return row.skip(skipped, **ended)
+        if last is None:
+            return row.skip("no user turn to answer")
+        return Row(
+            row.row, row.source, replay.messages, None, last["finish"], last["tokens"], row.place, row.id, row.tools
+        )
 
 
 def respond_shard(
@@ -164,16 +167,19 @@ def respond_shard(
     settings: dict[str, Any],
     batch_rows: int = 32,
     gpus: int = 0,
+    endpoint: EndpointOptions | None = None,
 ) -> None:
     """Write `output` (JSONL rows with answers) and its `.json` sidecar for one shard of prompts.
 
-    `settings`: engine, max_new_tokens, temperature, top_p, truncated, seed, max_length.
-    A killed job resumes at its first unfinished batch.
+    `settings`: engine, max_new_tokens, temperature, top_p, truncated, max_continuations, seed, max_length,
+    template_options; for the engine `openai` also model and extra_body, and `endpoint` says how it is reached.
+    A killed job resumes at its first unfinished batch (in-process) or its unanswered turns (endpoint).
     """
     sidecar = output.with_suffix(".json")
+    over_endpoint = settings["engine"] == "openai"
     mark = fingerprint(
         version=FORMAT_VERSION, settings=settings, prompts=checksum(prompts),
-        target=[target.path, target.revision, target.dtype],
+        target=None if over_endpoint else [target.path, target.revision, target.dtype],
     )  # fmt: skip
     with write_lock(output):
         if is_complete(sidecar, mark):
@@ -181,12 +187,27 @@ def respond_shard(
             return
         rows = read_rows(prompts)
         staging = output.parent / ".staging" / output.stem
-        with Journal(staging, fingerprint(job=mark, batch_rows=batch_rows)) as journal:
+        more: dict[str, Any] = {}
+        limits = None
+        with Journal(staging, fingerprint(job=mark, batch_rows=None if over_endpoint else batch_rows)) as journal:
+            if journal.records:
+                log.info("Resuming %s: %d answers are there from before.", output.stem, len(journal.records))
             if settings["engine"] == "keep":
                 answered = keep_responses(rows)
+            elif over_endpoint:
+                from eyas.regeneration.limits import SharedLimits
+                from eyas.regeneration.openai import EndpointRun, used_by
+
+                if endpoint is None:
+                    raise EyasError("responses.endpoint: is missing; the engine openai needs urls and a model")
+                limits = SharedLimits(output.parent, output.stem, endpoint, used_by(journal.records))
+                run = EndpointRun(settings, endpoint, journal, limits, output.stem)
+                try:
+                    answered = run.run(rows)
+                finally:
+                    limits.close()
+                more["paid_tokens"] = {"prompt": run.journalled.prompt, "answer": run.journalled.answer}
             else:
-                if journal.records:
-                    log.info("Resuming %s: %d answers are there from before.", output.stem, len(journal.records))
                 answered = _Generation(target, settings, gpus).run(rows, batch_rows, journal, output.stem)
         write_rows(staging / output.name, answered)
         usable = [row for row in answered if row.skipped is None]
@@ -199,8 +220,11 @@ def respond_shard(
                 "reply_tokens": sum(row.reply_tokens or 0 for row in usable),
                 "truncated": sum(row.finish == "length" for row in usable),
                 "skipped": [{"row": row.row, "reason": row.skipped} for row in answered if row.skipped is not None],
+                **more,
                 "files": {output.name: describe_file(staging / output.name)},
             },
         )
         publish({staging / output.name: output, staging / sidecar.name: sidecar}, staging)
+        if limits:
+            limits.remove_when_last()
         log.info("Wrote %s: %d answers, %d rows skipped.", output, len(usable), len(answered) - len(usable))

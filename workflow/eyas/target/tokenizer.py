@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ import xxhash
 
 from eyas.errors import EyasError
 from eyas.target.files import TOKENIZER_FILES
+from eyas.target.refusal import TemplateRefusal
+
+__all__ = ["TargetReference", "TemplateRefusal", "end_of_turn_ids", "load_tokenizer", "text_config", "tokenizer_hashes"]
 
 
 @dataclass(frozen=True)
@@ -82,25 +84,6 @@ def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
         "tokenizer_hash": f"xxh3_128:{xxhash.xxh3_128_hexdigest(serialised)}",
         "chat_template_hash": f"xxh3_128:{xxhash.xxh3_128_hexdigest(template.encode())}",
     }
-
-
-class TemplateRefusal(Exception):
-    """Why the chat template does not render a conversation."""
-
-
-def render(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    """A conversation as text, by the target's chat template; raises TemplateRefusal."""
-    try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except Exception as exc:  # jinja's errors and whatever a template raises
-        raise TemplateRefusal(f"the chat template refuses it: {' '.join(str(exc).split())[:200]}") from None
-    return text
-
-
-def prompt_ids(tokenizer: Any, history: Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a conversation up to an open assistant turn; raises TemplateRefusal."""
-    text = render(tokenizer, history, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def text_config(target: TargetReference) -> Any:

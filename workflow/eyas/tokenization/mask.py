@@ -1,79 +1,167 @@
-"""A conversation as the target sees it, and which of its tokens the target itself wrote."""
+"""A conversation as token ids, and which of them the target itself wrote."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from eyas.errors import EyasError
-from eyas.target.tokenizer import render
+from eyas.target.chat import ChatTemplate, Message, Prepared
+from eyas.target.reasoning import opens_reasoning
+from eyas.target.special import Encoding
+from eyas.tokenization.frames import Frames
+from eyas.tokenization.spans import Rendering, Turn, find_turns
 
-# Templates that say themselves what the assistant writes.
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Ids int32 [T] and loss mask uint8 [T]."""
 
 
 class UnusableRow(Exception):
     """Why a row cannot be trained on."""
 
 
-def _assistant_spans(tokenizer: Any, messages: Sequence[dict[str, Any]], text: str) -> list[tuple[int, int]]:
-    """Character ranges of the assistant turns in `text`, found by rendering, never by searching.
+class Encoder:
+    """Conversations to ids and masks, by one target's tokenizer and chat template.
 
-    A turn counts when the rendering up to it is a prefix of the whole one, and the rendering
-    before it, with the generation prompt, a prefix of that: then the range is exactly what
-    the target would be asked to write. Turns that later turns change are not supervised.
+    The mask covers what the assistant says and the token that ends its turn (the drafter has to predict
+    that too), not the separator that the template adds behind it.
+
+    `end_ids`: ids that end the target's generation. `train_on`: `all_turns` or `last_turn`.
+    `reasoning`: `train` supervises thinking, one sequence for each answer where the template drops the thinking
+    of earlier ones; `mask` leaves it in the text without supervision; `strip` takes it out.
+    `options`: variables of the chat template.
     """
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(tokenizer, messages[:index], add_generation_prompt=True)
-        upto = text if index == len(messages) - 1 else render(tokenizer, messages[: index + 1])
-        if upto.startswith(before) and text.startswith(upto):
-            spans.append((len(before), len(upto)))
-    return spans
 
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_ids: Sequence[int],
+        train_on: str = "all_turns",
+        reasoning: str = "train",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat = ChatTemplate(tokenizer, options)
+        self.end_ids = frozenset(map(int, end_ids))
+        self.last_turn_only = train_on == "last_turn"
+        self.reasoning = reasoning
+        self._frames = Frames(self.chat)
 
-def encode(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    end_ids: Sequence[int],
-    cut_off: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 [T] and loss mask uint8 [T] of a conversation.
+    def encode(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, cut_off: bool = False
+    ) -> list[Encoded]:
+        """Sequences of a conversation: ids int32 [T] and loss mask uint8 [T] of each.
 
-    The mask covers what the assistant says and the token that ends its turn (the drafter
-    has to predict that too), not the separator that the template adds behind it. With
-    `cut_off` the last answer met the token limit: the row ends with the answer, without the
-    end of turn that the target never wrote. Raises UnusableRow or TemplateRefusal.
-    """
-    text = render(tokenizer, messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-    starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64).reshape(-1)
-    if _GENERATION.search(str(tokenizer.chat_template)):
-        marked = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        if list(marked["input_ids"]) != ids.tolist():
-            raise EyasError("the tokenizer gives other ids for the template's rendering than for its text")
-        mask = np.asarray(marked["assistant_masks"], dtype=np.uint8)
-        last_begin: int | None = 0
-    else:
+        With `cut_off` the last answer met the token limit: its sequence ends with the answer, without the
+        end of turn that the target never wrote. Raises UnusableRow or TemplateRefusal.
+        """
+        if any(message.get("tool_calls") for message in messages) and self.chat.tool_call_shape is None:
+            raise UnusableRow("the chat template renders no tool calls")
+        given = self.chat.prepare(messages, tools, reasoning=self.reasoning != "strip")
+        rendering = self._frames.find(messages, given)
+        last = len(messages) - 1
+        if self.reasoning == "train" and any(turn.lost for turn in rendering.turns):
+            assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            parts = [
+                (self._ending_at(given, index), cut_off and index == last)
+                for index in (assistants[-1:] if self.last_turn_only else assistants)
+            ]
+            found = [self._encoded(part, given, part.turns[-1:], cut) for part, cut in parts if part.turns]
+        else:
+            turns = rendering.turns
+            if self.last_turn_only:
+                wanted = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+                turns = tuple(turn for turn in turns if turn.index == wanted)
+            found = [self._encoded(rendering, given, turns, cut_off and messages[last]["role"] == "assistant")]
+        found = [(ids, mask) for ids, mask in found if mask.any()]
+        if not found:
+            raise UnusableRow("no supervised token (the mask is all zero)")
+        return found
+
+    def encode_text(self, text: str) -> list[Encoded]:
+        """Ready text, supervised from end to end; the tokenizer's own beginning is added where it lacks."""
+        begin = self.tokenizer.bos_token
+        add = not (begin and text.startswith(begin))
+        ids = np.asarray(self.tokenizer(text, add_special_tokens=add)["input_ids"], dtype=np.int32)
+        if not len(ids):
+            raise UnusableRow("empty text")
+        return [(ids, np.ones(len(ids), dtype=np.uint8))]
+
+    def _ending_at(self, given: Prepared, index: int) -> Rendering:
+        """The conversation up to one answer, as the target saw it when it wrote that."""
+        part = given.upto(index + 1)
+        rendering = find_turns(self.chat, part)
+        turns = tuple(turn for turn in rendering.turns if turn.index == index)
+        thought, place = given.thoughts[index], self.chat.reasoning_place
+        if thought is None or place is None or not turns or not turns[0].lost:
+            return replace(rendering, turns=turns)
+        before = self.chat.render_prepared(part.messages[:index], part.tools, add_generation_prompt=True)
+        if opens_reasoning(before):
+            # The template never renders thinking, but its generation prompt opens it: this is what was written.
+            turn, text = turns[0], f"{before}{thought}{place.closing}"
+            moved = len(text) - turn.answer
+            close = None if turn.close is None else turn.close + moved
+            turn = replace(
+                turn, begin=len(before), answer=len(text), close=close, end=turn.end + moved,
+                thought=True, lost=False, prompted=True,
+            )  # fmt: skip
+            return Rendering(text + rendering.text[turns[0].answer :], (turn,), None)
+        return replace(rendering, turns=turns)
+
+    # ---- from characters to tokens
+
+    def _encoded(self, rendering: Rendering, given: Prepared, turns: Sequence[Turn], cut_off: bool) -> Encoded:
+        encoding = self.chat.encode(rendering.text, given.stand_ins)
+        ids = np.asarray(encoding.ids, dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.uint8)
-        spans = _assistant_spans(tokenizer, messages, text)
-        last_begin = spans[-1][0] if spans and spans[-1][1] == len(text) else None  # is the last turn supervised?
-        for begin, end in spans:
-            inside = np.flatnonzero((starts >= begin) & (starts < end))
-            ends = inside[np.isin(ids[inside], end_ids)]
-            mask[inside[inside <= ends[-1]] if len(ends) else inside] = 1
-    if cut_off and mask.any() and last_begin is not None:
-        last = int(np.flatnonzero(mask)[-1])
-        length = last if ids[last] in end_ids else last + 1
-        ids, mask = ids[:length], mask[:length]
-    if not mask.any():
-        raise UnusableRow("no supervised token (the mask is all zero)")
-    return ids, mask
+        closed = len(ids)
+        for turn in turns:
+            for first, close, stop in self._regions(rendering, turn, encoding):
+                mask[first:stop], closed = 1, close
+                if self.reasoning == "mask" and (turn.thought or turn.lost):
+                    mask[first : encoding.first_at(turn.answer)] = 0
+        if cut_off and turns and turns[-1].index == len(given.messages) - 1:
+            ids, mask = ids[:closed], mask[:closed]
+        return ids, mask
+
+    def _regions(self, rendering: Rendering, turn: Turn, encoding: Encoding) -> list[tuple[int, int, int]]:
+        """Token ranges of a turn that are supervised: (first, where its text closes, where it ends)."""
+        ids = encoding.ids
+        if rendering.marked is None:
+            first = encoding.first_at(turn.begin) if turn.prompted else encoding.covering(turn.begin)
+            bound = self._at(encoding, rendering, turn.end)
+            close = first if turn.close is None else encoding.first_at(turn.close)
+            return [(first, *self._end(ids, close, bound, turn.exact, turn.close is not None))]
+        following = min((t.begin for t in rendering.turns if t.index > turn.index), default=len(rendering.text))
+        regions = []
+        for begin, end in rendering.marked:
+            if end <= turn.begin or begin >= following:
+                continue
+            first, stop = encoding.covering(begin), self._at(encoding, rendering, end)  # as transformers does
+            close = stop
+            while close > first and ids[close - 1] in self.end_ids:
+                close -= 1
+            if close == stop and stop < len(ids) and (ids[stop] in self.end_ids or ids[stop] in self.chat.special.ids):
+                stop += 1  # the template leaves the end of the turn out
+            regions.append((first, close, stop))
+        return regions
+
+    def _at(self, encoding: Encoding, rendering: Rendering, position: int) -> int:
+        return len(encoding.ids) if position >= len(rendering.text) else encoding.first_at(position)
+
+    def _end(self, ids: list[int], close: int, bound: int, exact: bool, closed: bool) -> tuple[int, int]:
+        """Where a turn's text closes and where the turn ends, given that it ends before `bound`.
+
+        The end is a token that ends generation, else a control token, else the end of the text itself.
+        """
+        control = self.chat.special.ids
+        # Behind the text of a turn that the template goes on from, the first control token is its end.
+        kinds = (self.end_ids | control,) if closed and not exact else (self.end_ids, control)
+        for kind in kinds:
+            places = [k for k in range(close, bound) if ids[k] in kind]
+            if places:
+                end = places[-1] if exact else places[0]
+                return (close if closed else end), end + 1
+        return (close, close) if closed else (bound, bound)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eyas.conversations import read_rows
+from eyas.conversations import Row, read_rows
 from eyas.errors import EyasError
 from eyas.jobs import Progress
 from eyas.shards import (
@@ -24,7 +24,7 @@ from eyas.shards import (
 )
 from eyas.shards.files import publish
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, tokenizer_hashes
-from eyas.tokenization.mask import UnusableRow, encode
+from eyas.tokenization.mask import Encoded, Encoder, UnusableRow
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -64,26 +64,79 @@ def read_tokens(path: Path) -> TokenShard:
     return shard
 
 
-def _row(tokenizer: Any, row: Any, end_ids: list[int], settings: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    ids, mask = encode(tokenizer, row.messages, end_ids, cut_off=row.finish == "length")
-    limit = settings["max_length"]
-    if len(ids) > limit:
-        if settings["overlong"] == "skip":
-            raise UnusableRow(f"too long: {len(ids)} tokens, more than tokenization.max_length = {limit}")
-        ids, mask = ids[:limit], mask[:limit]
-        if not mask.any():
-            raise UnusableRow(f"no supervised token among the first {limit} (tokenization.max_length)")
-    if len(ids) < 3:
-        raise UnusableRow(f"too short: {len(ids)} tokens; the drafter's first prediction is the third token")
-    return ids, mask
+@dataclass
+class _Rows:
+    """What becomes of the rows of a shard."""
+
+    encoder: Encoder
+    settings: dict[str, Any]
+    numbers: list[int] = field(default_factory=list)
+    sequences: list[Encoded] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
+    source_of_sequence: list[int] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    truncated: list[dict[str, int]] = field(default_factory=list)
+    cut_off: int = 0
+
+    def take(self, row: Row) -> None:
+        """Encode a row, or record why it cannot be used."""
+        try:
+            if row.skipped is not None:
+                raise UnusableRow(row.skipped)
+            sequences, full = self._encode(row)
+        except (UnusableRow, TemplateRefusal) as exc:
+            self.skipped.append({"row": row.row, "reason": str(exc), "source": row.source})
+            if row.skipped is None:
+                log.info("Row %d (%s) is skipped: %s.", row.row, row.place or row.source, exc)
+            return
+        if full:
+            self.truncated.append({"row": row.row, "tokens": full})
+        self.cut_off += row.finish == "length"
+        source = self.sources.setdefault(row.source, len(self.sources))
+        self.numbers += [row.row] * len(sequences)
+        self.source_of_sequence += [source] * len(sequences)
+        self.sequences += sequences
+
+    def _encode(self, row: Row) -> tuple[list[Encoded], int]:
+        """Sequences of a row within max_length; the longest one's full length when any was cut, else 0."""
+        if row.text is not None:
+            found = self.encoder.encode_text(row.text)
+        else:
+            found = self.encoder.encode(row.messages, row.tools, cut_off=row.finish == "length")
+        limit, longest = self.settings["max_length"], max(len(ids) for ids, _ in found)
+        if longest > limit:
+            if self.settings["overlong"] == "skip":
+                raise UnusableRow(f"too long: {longest} tokens, more than tokenization.max_length = {limit}")
+            left = self.settings["truncation_side"] == "left"
+            part = slice(-limit, None) if left else slice(limit)
+            found = [(ids[part], mask[part]) for ids, mask in found]
+            found = [(ids, mask) for ids, mask in found if mask.any()]
+            if not found:
+                which = "last" if left else "first"
+                raise UnusableRow(f"no supervised token among the {which} {limit} (tokenization.max_length)")
+        if all(len(ids) < 3 for ids, _ in found):
+            raise UnusableRow(f"too short: {longest} tokens; the drafter's first prediction is the third token")
+        return [pair for pair in found if len(pair[0]) >= 3], longest if longest > limit else 0
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        lengths = [len(ids) for ids, _ in self.sequences]
+        return {
+            "input_ids": np.concatenate([ids for ids, _ in self.sequences] or [np.zeros(0, np.int32)]),
+            "loss_mask": np.concatenate([mask for _, mask in self.sequences] or [np.zeros(0, np.uint8)]),
+            "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            "row_ids": np.asarray(self.numbers, dtype=np.int64),
+        }
 
 
 def tokenize_shard(conversations: Path, output: Path, target: TargetReference, settings: dict[str, Any]) -> None:
     """Write `output` and its `.json` sidecar for one shard of conversations.
 
-    `settings`: max_length, overlong. Rows that cannot be used are recorded with their reason.
+    `settings`: max_length, overlong, truncation_side, train_on, reasoning, template_options. A row comes to
+    one sequence, or to one for each answer (see :class:`Encoder`); then its id repeats in `row_ids`. Rows
+    that cannot be used are recorded with their reason.
     """
     sidecar = output.with_suffix(".json")
+    settings = {"truncation_side": "right", "train_on": "all_turns", "reasoning": "train"} | settings
     mark = fingerprint(
         version=FORMAT_VERSION, settings=settings, conversations=checksum(conversations),
         target=[target.path, target.revision],
@@ -94,27 +147,17 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
             return
         tokenizer = load_tokenizer(target)
         end_ids = end_of_turn_ids(target, tokenizer)
+        encoder = Encoder(
+            tokenizer, end_ids, settings["train_on"], settings["reasoning"], settings.get("template_options")
+        )
         rows = read_rows(conversations)
         progress = Progress(f"Tokens {output.stem}", len(rows), "rows")
-        kept: list[tuple[int, np.ndarray, np.ndarray]] = []
-        skipped: list[dict[str, Any]] = []
+        result = _Rows(encoder, settings)
         for row in rows:
-            try:
-                if row.skipped is not None:
-                    raise UnusableRow(row.skipped)
-                kept.append((row.row, *_row(tokenizer, row, end_ids, settings)))
-            except (UnusableRow, TemplateRefusal) as exc:
-                skipped.append({"row": row.row, "reason": str(exc)})
-                if row.skipped is None:
-                    log.info("Row %d (%s) is skipped: %s.", row.row, row.source, exc)
+            result.take(row)
             progress.advance(1)
-        lengths = [len(ids) for _, ids, _ in kept]
-        arrays = {
-            "input_ids": np.concatenate([ids for _, ids, _ in kept] or [np.zeros(0, np.int32)]),
-            "loss_mask": np.concatenate([mask for _, _, mask in kept] or [np.zeros(0, np.uint8)]),
-            "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            "row_ids": np.asarray([number for number, _, _ in kept], dtype=np.int64),
-        }
+        arrays = result.arrays()
+        used, tokens, supervised = len(set(result.numbers)), len(arrays["input_ids"]), int(arrays["loss_mask"].sum())
         staging = output.parent / ".staging" / output.stem
         staging.mkdir(parents=True, exist_ok=True)
         write_arrays(staging / output.name, arrays, {"format": "eyas.tokens", "version": str(FORMAT_VERSION)})
@@ -124,15 +167,23 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
                 "format_version": FORMAT_VERSION,
                 "fingerprint": mark,
                 **tokenizer_hashes(tokenizer),
-                "rows": len(kept),
-                "tokens": int(sum(lengths)),
-                "supervised_tokens": int(arrays["loss_mask"].sum()),
-                "skipped": skipped,
+                "target": {
+                    "path": target.path, "revision": target.revision, "trust_remote_code": target.trust_remote_code,
+                },
+                "rows": used,
+                "sequences": len(result.sequences),
+                "tokens": tokens,
+                "supervised_tokens": supervised,
+                "sources": list(result.sources),
+                "source_of_sequence": result.source_of_sequence,
+                "skipped": result.skipped,
+                "truncated": result.truncated,
+                "cut_off": result.cut_off,
                 "files": {output.name: describe_file(staging / output.name)},
             },
-        )
+        )  # fmt: skip
         publish({staging / output.name: output, staging / sidecar.name: sidecar}, staging)
         log.info(
             "Wrote %s: %d rows, %d tokens, of which %d are supervised; %d rows skipped.",
-            output, len(kept), sum(lengths), int(arrays["loss_mask"].sum()), len(skipped),
+            output, used, tokens, supervised, len(result.skipped),
         )  # fmt: skip

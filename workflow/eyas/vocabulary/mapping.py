@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +17,15 @@ from eyas.shards import (
     describe_file,
     fingerprint,
     is_complete,
-    is_held_out,
     map_arrays,
+    read_header,
+    read_json,
     write_arrays,
     write_json,
     write_lock,
 )
-from eyas.tokenization import TokenShard, read_tokens
 from eyas.versions import VERSIONS
+from eyas.vocabulary.counting import TokenCounts, count_supervised
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +51,15 @@ class VocabularyMap:
         return ids
 
 
-def count_tokens(shard: TokenShard, vocab_size: int, held_out_every: int, held_out: bool = False) -> np.ndarray:
-    """Supervised tokens of a shard's training (or held-out) rows, by id: int64 [V].
+def _by_rank(counts: np.ndarray, forced: Sequence[int]) -> tuple[np.ndarray, int]:
+    """All ids in the order in which they come into a draft vocabulary, int64 [V], and how many of them are forced.
 
-    Raises EyasError for ids outside the vocabulary.
+    The forced ones, then the most frequent (ties: the lower id).
     """
-    chosen = np.fromiter((is_held_out(int(r), held_out_every) == held_out for r in shard.row_ids), bool, len(shard))
-    supervised = np.asarray(shard.loss_mask, dtype=bool) & np.repeat(chosen, shard.lengths)
-    ids = shard.input_ids[supervised]
-    if ids.size and (ids.max() >= vocab_size or ids.min() < 0):
-        raise EyasError(
-            f"token id {ids.max() if ids.max() >= vocab_size else ids.min()} lies outside the target's vocabulary of"
-            f" {vocab_size}; its tokenizer does not fit its config.json"
-        )
-    return np.bincount(ids, minlength=vocab_size).astype(np.int64)
+    is_forced = np.zeros(len(counts), dtype=bool)
+    is_forced[np.asarray(list(forced), dtype=np.int64)] = True
+    rank = np.argsort(-counts, kind="stable")
+    return np.concatenate([np.flatnonzero(is_forced), rank[~is_forced[rank]]]), int(is_forced.sum())
 
 
 def build_map(counts: np.ndarray, draft_vocab_size: int, forced: Sequence[int]) -> VocabularyMap:
@@ -71,14 +68,12 @@ def build_map(counts: np.ndarray, draft_vocab_size: int, forced: Sequence[int]) 
     Raises EyasError when the draft vocabulary is larger than the target's or too small for `forced`.
     """
     vocab_size = len(counts)
-    forced_ids = np.unique(np.asarray(list(forced), dtype=np.int64))
     if draft_vocab_size > vocab_size:
         raise EyasError(f"draft_vocab_size: {draft_vocab_size} is larger than the target's vocabulary of {vocab_size}")
-    if draft_vocab_size < len(forced_ids):
-        raise EyasError(f"draft_vocab_size: {draft_vocab_size} has no room for the {len(forced_ids)} special tokens")
-    rank = np.argsort(-counts, kind="stable")
-    others = rank[~np.isin(rank, forced_ids)][: draft_vocab_size - len(forced_ids)]
-    ids = np.sort(np.concatenate([forced_ids, others]))
+    rank, special = _by_rank(counts, forced)
+    if draft_vocab_size < special:
+        raise EyasError(f"draft_vocab_size: {draft_vocab_size} has no room for the {special} special tokens")
+    ids = np.sort(rank[:draft_vocab_size])
     t2d = np.zeros(vocab_size, dtype=bool)
     t2d[ids] = True
     return VocabularyMap((ids - np.arange(draft_vocab_size)).astype(np.int64), t2d)
@@ -88,6 +83,59 @@ def coverage(counts: np.ndarray, t2d: np.ndarray) -> float | None:
     """Share of the counted tokens that the draft vocabulary holds; None when nothing was counted."""
     total = int(counts.sum())
     return float(counts[t2d].sum() / total) if total else None
+
+
+def curve_sizes(vocab_size: int, draft_vocab_size: int, smallest: int) -> list[int]:
+    """Draft sizes to show the coverage of: powers of two and round numbers from 256 (or `smallest`) up to
+    the whole vocabulary, and the chosen size."""
+    powers = [start << shift for start in (256, 384) for shift in range(vocab_size.bit_length())]
+    round_numbers = [n * 10**k for k in range(2, len(str(vocab_size))) for n in (1, 2, 3, 4, 5, 6, 8)]
+    sizes = {size for size in (*powers, *round_numbers) if max(256, smallest) <= size < vocab_size}
+    return sorted(sizes | {draft_vocab_size, vocab_size})
+
+
+def coverage_curve(
+    counts: np.ndarray, held_out: np.ndarray, forced: Sequence[int], draft_vocab_size: int
+) -> list[list[float | None]]:
+    """Coverage of the training and the held-out tokens, had the map another size: [[size, training, held out], …].
+
+    By `counts` int64 [V] of the training rows, with the same `forced` ids; the chosen size is among them.
+    """
+    rank, special = _by_rank(counts, forced)
+    curve: list[list[float | None]] = []
+    sums = [np.cumsum(side[rank]) for side in (counts, held_out)]
+    for size in curve_sizes(len(counts), draft_vocab_size, special):
+        curve.append([size, *(float(s[size - 1] / s[-1]) if s[-1] else None for s in sums)])
+    return curve
+
+
+def _coverage_by_source(found: TokenCounts, t2d: np.ndarray) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "training": coverage(training, t2d),
+            "held_out": coverage(held_out, t2d),
+            "supervised_tokens": int(training.sum() + held_out.sum()),
+        }
+        for name, (training, held_out) in zip(found.sources, found.counts, strict=True)
+    }
+
+
+def _warn_of_unseen(counts: np.ndarray, mapping: VocabularyMap, forced: Sequence[int]) -> None:
+    """Say so when there were too few distinct tokens to fill the draft vocabulary with."""
+    unseen = mapping.t2d & (counts == 0)
+    unseen[np.asarray(list(forced), dtype=np.int64)] = False
+    if unseen.any():
+        log.warning(
+            "draft_vocab_size %d is larger than the %d distinct tokens to choose from; the lowest %d of the other ids"
+            " fill it up, which no training row supervises. A smaller one costs nothing.",
+            len(mapping.d2t), len(mapping.d2t) - int(unseen.sum()), int(unseen.sum()),
+        )  # fmt: skip
+
+
+def _identity(tokens_file: Path) -> list[Any]:
+    """All that a map takes from a tokens shard; raises EyasError when it is not there."""
+    read_header(tokens_file)
+    return [checksum(tokens_file), read_json(tokens_file.with_suffix(".json"), "tokens sidecar")]
 
 
 def write_map(
@@ -101,29 +149,27 @@ def write_map(
 ) -> None:
     """Count the supervised tokens of all training rows and write `output` with its `.json` sidecar.
 
-    End-of-turn tokens, and special tokens that assistant turns contain, are always in.
+    End-of-turn tokens, and special tokens that assistant turns contain, are always in. The sidecars
+    of the tokens name the data set of every sequence. Raises EyasError.
     """
     files = list(token_files)
     sidecar = output.with_suffix(".json")
     mark = fingerprint(
         version=FORMAT_VERSION, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size,
         held_out_every=held_out_every, special=[list(end_ids), list(special_ids)],
-        tokens=[checksum(f) for f in files],
+        tokens=[_identity(f) for f in files],
     )  # fmt: skip
     with write_lock(output):
         if is_complete(sidecar, mark):
             log.info("%s was finished by another process in the meantime.", output)
             return
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        held_out = np.zeros(vocab_size, dtype=np.int64)
-        for file in files:
-            shard = read_tokens(file)
-            counts += count_tokens(shard, vocab_size, held_out_every)
-            held_out += count_tokens(shard, vocab_size, held_out_every, held_out=True)
+        found = count_supervised(files, vocab_size, held_out_every)
+        counts, held_out = found.training, found.held_out
         if not counts.any():
             raise EyasError("no training row has a supervised token; the tokens' .json files say why rows were skipped")
         forced = sorted({*end_ids, *(i for i in special_ids if counts[i])} & set(range(vocab_size)))
         mapping = build_map(counts, draft_vocab_size, forced)
+        _warn_of_unseen(counts, mapping, forced)
         with atomic_path(output) as partial:
             write_arrays(
                 partial,
@@ -140,6 +186,8 @@ def write_map(
             "coverage": coverage(counts, mapping.t2d),
             "coverage_held_out": coverage(held_out, mapping.t2d),
             "forced_ids": forced,
+            "coverage_by_source": _coverage_by_source(found, mapping.t2d),
+            "coverage_curve": coverage_curve(counts, held_out, forced, draft_vocab_size),
             "files": {output.name: describe_file(output)},
         }
         write_json(sidecar, facts)

@@ -1,0 +1,52 @@
+"""What the sections of the configuration are made of.
+
+Fields marked with :func:`runtime` change how fast a stage runs, never what it
+writes; they are left out of the rules' ``params`` (see :func:`identity`), so
+that changing one re-runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=100)]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+def _number(value: Any) -> Any:
+    # PyYAML reads `1e-4` (no dot) as a string: take it as the number it is meant to be.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
+        return float(value)
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+
+def runtime(default: Any, **constraints: Any) -> Any:
+    """A field that cannot change what an artefact is: at most its last bits, by floating-point rounding
+    (in greedy decoding a near tie may then fall the other way)."""
+    return Field(default, json_schema_extra={"runtime": True}, **constraints)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+def identity(section: Strict, exclude: set[str] | None = None) -> dict[str, Any]:
+    """The part of `section` that can change what a stage writes: all but runtime fields."""
+    left_out = {
+        name
+        for name, field in type(section).model_fields.items()
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("runtime")
+    }
+    values = section.model_dump(mode="json", exclude=left_out | (exclude or set()))
+    for name in values:
+        if isinstance(getattr(section, name), Strict):
+            values[name] = identity(getattr(section, name))
+    return values
