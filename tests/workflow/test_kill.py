@@ -23,7 +23,7 @@ STAGES = {
     "tokens": ([f"tokens/{SHARD}.safetensors", f"tokens/{SHARD}.json"], (f"logs/tokens/{SHARD}.log", "")),
     "hidden_states": (
         [f"hidden_states/{SHARD}.safetensors", f"hidden_states/{SHARD}.json"],
-        (f"hidden_states/.staging/{SHARD}/journal.jsonl", '"row"'),
+        (f"hidden_states/.staging/{SHARD}/journal.jsonl", '"sequence"'),
     ),
     "manifest": (["hidden_states/data_config.json"], ("logs/manifest.log", "")),
     "vocabulary": (["vocab_map"], ("logs/vocab_map/100.log", "")),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from workflow_runs import CHECKOUT, Workdir
 
-AFTER_TRAINING = {"select_best": 1, "evaluate": 1, "export_sglang": 1, "summarise": 1}
+AFTER_TRAINING = {"select_best": 1, "evaluate": 1, "export_sglang": 1, "summarise": 1, "write_report": 1}
 
 
 def copy_checkout(to: Path) -> Path:
