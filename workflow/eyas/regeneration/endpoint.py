@@ -74,6 +74,7 @@ class Client:
         self._refused = 0
         self._failed_in_a_row = 0
         self._silent_since: float | None = None
+        self._last_failure = ""
         self._key = self._read_key()
         hosts = {urlsplit(address.url).hostname for address in self._addresses}
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -149,7 +150,7 @@ class Client:
         """One try at the next address that may be used."""
         address, wait = self._choose()
         while address is None:
-            self._give_up_after_outage(None)
+            self._give_up_after_outage()
             await asyncio.sleep(min(wait, 1.0))
             address, wait = self._choose()
         try:
@@ -160,34 +161,39 @@ class Client:
                 address.failed()
                 self._failed_in_a_row += 1
                 self._silent_since = self._silent_since or time.monotonic()
+                self._last_failure = f"{address.url}: {exc}"
                 if exc.unreachable or self._is_out:
-                    self._give_up_after_outage(f"{address.url}: {exc}")
+                    self._give_up_after_outage()
             else:
                 address.probing = False
             raise
         except Refused:
-            address.succeeded()
+            self._heard(address)
             self.errors["refused"] += 1
             self._refused += 1
             raise
         except BaseException:
             address.probing = False
             raise
-        address.succeeded()
-        self._answered, self._failed_in_a_row, self._silent_since = True, 0, None
+        self._heard(address)
+        self._answered = True
         return values
+
+    def _heard(self, address: _Address) -> None:
+        """A server is there: it answered, be it with a refusal."""
+        address.succeeded()
+        self._failed_in_a_row, self._silent_since = 0, None
 
     @property
     def _is_out(self) -> bool:
         return self._failed_in_a_row >= _OUTAGE
 
-    def _give_up_after_outage(self, last: str | None) -> None:
-        self._last = last or getattr(self, "_last", "")
+    def _give_up_after_outage(self) -> None:
         silent = time.monotonic() - (self._silent_since or time.monotonic())
         reachable_elsewhere = any(address.failures < 3 for address in self._addresses)
         if silent >= 60 * self.options.outage_minutes and not (reachable_elsewhere and len(self._addresses) > 1):
             raise EyasError(
-                f"responses.endpoint.urls: no answer for {silent / 60:.1f} minutes (last: {self._last}); finished"
+                f"responses.endpoint.urls: no answer for {silent / 60:.1f} minutes (last: {self._last_failure}); finished"
                 " answers are kept: start the server and run snakemake again"
             )
 

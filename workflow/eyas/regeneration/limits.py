@@ -68,12 +68,12 @@ class SharedLimits:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             try:
-                state = json.loads(os.pread(fd, 1 << 24, 0))
-            except ValueError:  # new, or torn by a kill: rates start anew, other jobs' sums come from their files
-                state = {}
-            state = {"shards": {}, "rates": {}} | state
+                # A line: what a kill between writing and cutting leaves behind it does not matter.
+                state = json.loads(os.pread(fd, 1 << 24, 0).partition(b"\n")[0])
+            except ValueError:
+                state = {"shards": {}, "rates": {}}
             yield state
-            raw = json.dumps(state).encode()
+            raw = json.dumps(state).encode() + b"\n"
             os.pwrite(fd, raw, 0)
             os.ftruncate(fd, len(raw))
         finally:
@@ -165,15 +165,6 @@ class SharedLimits:
             state["shards"][self.shard]["reserved"] = 0.0
 
     def remove_when_last(self) -> None:
-        """Delete the shared files when no shard is being written."""
-        staging = self.folder.parent
-        try:
-            if [name for name in os.listdir(staging) if name != self.folder.name]:
-                return
-        except OSError:
-            return
-        shutil.rmtree(self.folder, ignore_errors=True)
-        try:
-            staging.rmdir()
-        except OSError:
-            pass
+        """Delete the shared files when no other shard is being written."""
+        if set(os.listdir(self.folder.parent)) <= {self.folder.name, self.shard}:
+            shutil.rmtree(self.folder, ignore_errors=True)

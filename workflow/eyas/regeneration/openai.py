@@ -99,10 +99,10 @@ class EndpointRun:
                         workers.add(asyncio.create_task(self._work(slot, waiting, ends)))
                         await asyncio.sleep(0)
                         continue
-                done, workers = await asyncio.wait(
-                    workers or {asyncio.create_task(asyncio.sleep(0.05))}, timeout=0.05,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )  # fmt: skip
+                if not workers:  # other jobs have all the slots
+                    await asyncio.sleep(0.05)
+                    continue
+                done, workers = await asyncio.wait(workers, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
         finally:

@@ -224,7 +224,7 @@ def respond_shard(
                 "files": {output.name: describe_file(staging / output.name)},
             },
         )
-        publish({staging / output.name: output, staging / sidecar.name: sidecar}, staging)
         if limits:
             limits.remove_when_last()
+        publish({staging / output.name: output, staging / sidecar.name: sidecar}, staging)
         log.info("Wrote %s: %d answers, %d rows skipped.", output, len(usable), len(answered) - len(usable))
