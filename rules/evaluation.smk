@@ -24,7 +24,8 @@ rule evaluate:
         version=PLAN.versions["evaluation"],
         rows=PLAN.rows,
         shard_rows=CONFIG.data.shard_rows,
-        settings=PLAN.evaluation_settings,
+        # A function: braces in it are not wildcards.
+        settings=lambda wildcards: PLAN.evaluation_settings,
         target=TARGET,
     shell:
         'python "$EYAS_SCRIPTS"/evaluate_drafter.py --log {log:q} --label {wildcards.drafter}/evaluation '

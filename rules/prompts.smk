@@ -21,7 +21,8 @@ rule number_prompts:
         version=PLAN.versions["prompts"],
         rows=PLAN.rows,
         shard_rows=CONFIG.data.shard_rows,
-        files=PLAN.prompt_files_json,
+        # A function: braces in it are not wildcards.
+        files=lambda wildcards: PLAN.prompt_files_json,
         format=CONFIG.data.format,
         duplicates=CONFIG.data.duplicates,
     shell:

@@ -22,7 +22,8 @@ rule respond:
         endpoint=PLAN.endpoint_json,
     params:
         version=PLAN.versions["conversations"],
-        settings=PLAN.response_settings,
+        # A function: braces in it are not wildcards.
+        settings=lambda wildcards: PLAN.response_settings,
         target=PLAN.response_target_json,
     shell:
         'python "$EYAS_SCRIPTS"/respond.py --log {log:q} --label responses/{wildcards.shard} --threads {threads} '

@@ -16,7 +16,8 @@ rule tokenize:
         "../workflow/envs/eyas.yaml"
     params:
         version=PLAN.versions["tokens"],
-        settings=PLAN.token_settings,
+        # A function: braces in it are not wildcards.
+        settings=lambda wildcards: PLAN.token_settings,
         target=SOURCE,
     shell:
         'python "$EYAS_SCRIPTS"/tokenize_conversations.py --log {log:q} --label tokens/{wildcards.shard} '
@@ -39,7 +40,7 @@ rule describe_tokens:
         "../workflow/envs/eyas.yaml"
     params:
         version=PLAN.versions["statistics"],
-        tokens_folder=f"{RUN}/tokens",
+        tokens_folder=lambda wildcards, input: os.path.dirname(input.tokens[0]),
         rows=PLAN.rows,
         shard_rows=CONFIG.data.shard_rows,
         dtype=CONFIG.extraction.dtype,

@@ -193,8 +193,8 @@ class Client:
         reachable_elsewhere = any(address.failures < 3 for address in self._addresses)
         if silent >= 60 * self.options.outage_minutes and not (reachable_elsewhere and len(self._addresses) > 1):
             raise EyasError(
-                f"responses.endpoint.urls: no answer for {silent / 60:.1f} minutes (last: {self._last_failure}); finished"
-                " answers are kept: start the server and run snakemake again"
+                f"responses.endpoint.urls: no answer for {silent / 60:.1f} minutes (last: {self._last_failure});"
+                " finished answers are kept: start the server and run snakemake again"
             )
 
     # ---- until it is answered
