@@ -65,7 +65,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(run / "conversations" / "rows_4-6.jsonl", [Row(n, "set", ROWS[0].messages) for n in (4, 5)])
     tokenize_shard(
         run / "conversations" / "rows_0-4.jsonl", run / "tokens" / "rows_0-4.safetensors",
-        TargetReference(str(folder / "target")), {"max_length": 200, "overlong": "skip"},
+        TargetReference(str(folder / "target")), {
+            "max_length": 200, "overlong": "skip", "truncation_side": "right", "train_on": "all_turns",
+            "reasoning": "train", "template_options": {},
+        },
     )  # fmt: skip
     return folder / "results"
 

@@ -42,6 +42,18 @@ def test_a_refused_row_is_skipped_with_its_reason(tiny_target: Path, tmp_path: P
         kept, [Row(0, "a:1", [{"role": "system", "content": "Be brief."}, user, answer]), Row(1, "a:2", [user, answer])]
     )
     tokens = tmp_path / "tokens" / "rows_0-2.safetensors"
-    tokenize_shard(kept, tokens, target, {"max_length": 64, "overlong": "skip"})
+    tokenize_shard(
+        kept,
+        tokens,
+        target,
+        {
+            "max_length": 64,
+            "overlong": "skip",
+            "truncation_side": "right",
+            "train_on": "all_turns",
+            "reasoning": "train",
+            "template_options": {},
+        },
+    )
     assert read_tokens(tokens).row_ids.tolist() == [1]
     assert "refuses it" in json.loads(tokens.with_suffix(".json").read_text())["skipped"][0]["reason"]

@@ -192,7 +192,19 @@ LIMIT = 60
 def shard(tmp_path: Path, target: TargetReference, rows: list[Row], overlong: str) -> tuple[Path, dict[str, Any]]:
     write_rows(tmp_path / "in.jsonl", rows)
     output = tmp_path / "tokens" / "rows_10-16.safetensors"
-    tokenize_shard(tmp_path / "in.jsonl", output, target, {"max_length": LIMIT, "overlong": overlong})
+    tokenize_shard(
+        tmp_path / "in.jsonl",
+        output,
+        target,
+        {
+            "max_length": LIMIT,
+            "overlong": overlong,
+            "truncation_side": "right",
+            "train_on": "all_turns",
+            "reasoning": "train",
+            "template_options": {},
+        },
+    )
     return output, json.loads(output.with_suffix(".json").read_text())
 
 

@@ -7,11 +7,11 @@ from eyas.jobs import job_parser, run_job
 
 def work(args):
     from eyas.report.statistics import write_statistics
-    from eyas.shards import shards_of
+    from eyas.shards import shard_files
     from eyas.target.tokenizer import TargetReference
 
     write_statistics(
-        [args.tokens_folder / f"{shard.name}.safetensors" for shard in shards_of(args.rows, args.shard_rows)],
+        shard_files(args.tokens_folder, args.rows, args.shard_rows),
         TargetReference.from_json(args.target),
         args.dtype,
         args.output,

@@ -6,14 +6,14 @@ from eyas.jobs import job_parser, run_job
 
 
 def work(args):
-    from eyas.shards import shards_of
+    from eyas.shards import shard_files
     from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, text_config
     from eyas.vocabulary.mapping import write_map
 
     target = TargetReference.from_json(args.target)
     tokenizer = load_tokenizer(target)
     write_map(
-        [args.tokens_folder / f"{shard.name}.safetensors" for shard in shards_of(args.rows, args.shard_rows)],
+        shard_files(args.tokens_folder, args.rows, args.shard_rows),
         int(text_config(target).vocab_size),
         args.draft_vocab_size,
         args.held_out_every,

@@ -8,14 +8,15 @@ from eyas.jobs import job_parser, run_job
 
 def work(args):
     from eyas.config.schema import PromptFiles
-    from eyas.conversations import write_prompts
+    from eyas.conversations import expand, write_prompts
     from eyas.errors import EyasError
 
     try:
-        files = [PromptFiles.model_validate(file) for file in json.loads(args.files)]
+        patterns = [PromptFiles.model_validate(file) for file in json.loads(args.files)]
     except (ValueError, TypeError) as exc:
         problem = " ".join(str(exc).split())[:300]
         raise EyasError(f'--files: write a JSON list of {{"path", "format", "source"}} ({problem})') from None
+    files = expand(patterns, lambda path: False)  # what a rule fetches is there by now
     write_prompts(
         files, args.rows, args.shard_rows, args.max_bad_rows, args.output.parent, args.format, args.duplicates
     )
@@ -23,7 +24,9 @@ def work(args):
 
 if __name__ == "__main__":
     parser = job_parser(__doc__)
-    parser.add_argument("--files", required=True, help='prompt files in order: JSON [{"path", "format", "source"}, …]')
+    parser.add_argument(
+        "--files", required=True, help='files or patterns in order: JSON [{"path", "format", "source"}, …]'
+    )
     parser.add_argument("--format", default="auto", choices=["auto", "messages", "sharegpt", "prompt", "text"],
                         help="what the records of files without a format look like")  # fmt: skip
     parser.add_argument("--duplicates", default="skip", choices=["skip", "keep"], help="records seen before")

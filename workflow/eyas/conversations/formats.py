@@ -243,7 +243,7 @@ def _assistant(role: str, turn: dict[str, Any], content: Any, where: str) -> Mes
     if thoughts:
         message["reasoning_content"] = writable("".join(thoughts))
     if calls:
-        message["tool_calls"] = [_call(call, f"{where}: call {number}") for number, call in enumerate(calls, 1)]
+        message["tool_calls"] = [tool_call(call, f"{where}: call {number}") for number, call in enumerate(calls, 1)]
     return message
 
 
@@ -290,7 +290,7 @@ def _listed(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def tool_call(call: Any, where: str) -> dict[str, Any]:
     """A call in OpenAI's form, from that or from the bare `{"name", "arguments"}`."""
     call = call if isinstance(call, dict) else {}
     function = call["function"] if call.get("function") is not None else call

@@ -239,11 +239,11 @@ class Epoch:
     def _refuse_numbers(self, passes: list[Batch | None], loss: float, norm: float) -> None:
         """Raise EyasError that names the rows whose states, or whose own loss, are not finite."""
         own = [row for batch in passes if batch is not None for row in batch.unsound_rows()]
-        rows = sorted(row for found in self.processes.gather(own) for row in found)
+        rows = sorted({row for found in self.processes.gather(own) for row in found})
         advice = "their hidden states hold NaN or infinity; delete their shards and run snakemake again"
         if not rows:
             own = [row for batch in passes if batch is not None for row in batch.row_ids]
-            rows = sorted(row for found in self.processes.gather(own) for row in found)
+            rows = sorted({row for found in self.processes.gather(own) for row in found})
             advice = "lower training.learning_rate, or look at these rows"
         message = (
             f"epoch {self.epoch}, step {self.standing.step}: loss {loss}, gradient norm {norm}, in a batch with rows"

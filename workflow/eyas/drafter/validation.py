@@ -49,7 +49,7 @@ def validate(
     loss.train()
     sums = processes.sum(sums)
     if not math.isfinite(float(sums[0])):
-        found = sorted(row for own_rows in processes.gather(unsound) for row in own_rows)
+        found = sorted({row for own_rows in processes.gather(unsound) for row in own_rows})
         processes.first_then_all(lambda: _refuse(float(sums[0]), found))
     counts = StepCounts(sums[1 : 1 + steps].long(), sums[1 + steps :].long())
     return {

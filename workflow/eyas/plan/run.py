@@ -45,7 +45,8 @@ class RunPlan:
 
     @property
     def prompt_files_json(self) -> str:
-        return _json([file.model_dump() for file in self.prompts])
+        """The prompt files as they are configured: patterns are short, what they match may be thousands."""
+        return _json([file.model_dump() for file in self.config.data.prompts])
 
     @property
     def target_files(self) -> list[str]:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from eyas.conversations import Row
+from eyas.conversations.formats import UnusableRecord, tool_call
 from eyas.target.reasoning import split_reasoning
 
 _CALL = re.compile(r"\s*<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -59,22 +60,13 @@ class Replay:
 
 
 def parsed_calls(calls: Any) -> list[Message]:
-    """Tool calls of an answer in Eyas's form: arguments as an object where they are one."""
+    """Tool calls of an answer in Eyas's form; what is no call is left out."""
     parsed = []
     for call in calls if isinstance(calls, list) else []:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            continue
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                loaded = json.loads(arguments)
-            except (ValueError, RecursionError):
-                loaded = None
-            arguments = loaded if isinstance(loaded, dict) else arguments
-        kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        function = {"name": function["name"], "arguments": arguments if arguments is not None else {}}
-        parsed.append({**kept, "type": "function", "function": function})
+        try:
+            parsed.append(tool_call(call, "the call"))
+        except UnusableRecord:
+            pass
     return parsed
 
 

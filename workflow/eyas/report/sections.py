@@ -186,6 +186,10 @@ def vocabulary_section(maps: list[dict[str, Any]]) -> Section:
     return Section("vocabulary", "Vocabulary", figures, shown, tables)
 
 
+def _lossless(acceptance: dict[str, Any]) -> str:
+    return "none" if acceptance["decoding"] is None else "yes" if acceptance["lossless"] else "NO"
+
+
 def drafters_section(facts: dict[str, Any]) -> Section:
     """Of `summary.json`."""
     drafters = facts["drafters"]
@@ -207,7 +211,7 @@ def drafters_section(facts: dict[str, Any]) -> Section:
         ["drafter", "which", "decoding", "lossless", "expected", "prompts", "held-out rows", "draft steps"],
         [
             [
-                name, which, _number(a["decoding"], 3), "yes" if a["lossless"] else "NO", _number(a["offline"], 3),
+                name, which, _number(a["decoding"], 3), _lossless(a), _number(a["offline"], 3),
                 f"{d['prompts']:,}", f"{d['held_out_rows']:,}", f"{d['draft_steps']:,}",
             ]
             for name, d in drafters.items()

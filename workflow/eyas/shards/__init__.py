@@ -14,7 +14,7 @@ from eyas.shards.files import (
 )
 from eyas.shards.journal import Journal
 from eyas.shards.locks import write_lock
-from eyas.shards.names import Shard, is_held_out, shards_of
+from eyas.shards.names import Shard, is_held_out, shard_files, shards_of
 from eyas.shards.tensor_file import Layout, TensorFileWriter, TensorSpec, ensure_free, read_header
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "publish",
     "read_header",
     "read_json",
+    "shard_files",
     "shards_of",
     "write_arrays",
     "write_json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from eyas.errors import EyasError
 
@@ -39,6 +40,11 @@ class Shard:
 def shards_of(rows: int, shard_rows: int) -> list[Shard]:
     """Cut rows 0 … rows-1 into shards of `shard_rows`; the last may be shorter."""
     return [Shard(start, min(start + shard_rows, rows)) for start in range(0, rows, shard_rows)]
+
+
+def shard_files(folder: Path, rows: int, shard_rows: int) -> list[Path]:
+    """The tensor files of all shards in a folder, in order."""
+    return [folder / f"{shard.name}.safetensors" for shard in shards_of(rows, shard_rows)]
 
 
 def is_held_out(row: int, held_out_every: int) -> bool:

@@ -71,6 +71,12 @@ def _share(value: float | None) -> str:
     return "none" if value is None else f"{100 * value:.1f}%"
 
 
+def _lossless(values: dict[str, Any]) -> str:
+    if values["decoding"] is None:
+        return "not decoded"
+    return "lossless" if values["lossless"] else "NOT LOSSLESS"
+
+
 def render(facts: dict[str, Any], run: Path) -> str:
     """The figures as a table for people."""
     table = Table(title=f"Run {facts['run']}", show_header=False, title_justify="left", min_width=60)
@@ -94,7 +100,7 @@ def render(facts: dict[str, Any], run: Path) -> str:
             table.add_row(
                 f"acceptance, {which}",
                 f"{_length(values['decoding'])} tokens a target forward ({drafter['prompts']} held-out prompts, greedy,"
-                f" chain of {drafter['draft_steps']}, {'lossless' if values['lossless'] else 'NOT LOSSLESS'});"
+                f" chain of {drafter['draft_steps']}, {_lossless(values)});"
                 f" {_length(values['offline'])} expected from the states of {drafter['held_out_rows']} held-out rows",
             )
         table.add_row("for SGLang", drafter["export"])

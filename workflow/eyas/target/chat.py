@@ -118,7 +118,7 @@ class ChatTemplate:
         texts, spans = rendered
         return texts[0], [(int(begin), int(end)) for begin, end in spans[0]]
 
-    @property
+    @cached_property
     def marks_generation(self) -> bool:
         """Whether the template says itself what the assistant writes."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)))

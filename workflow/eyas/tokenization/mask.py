@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,16 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 class UnusableRow(Exception):
     """Why a row cannot be trained on."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sequence to be made: rendered text, the turns in it that are supervised, and whether its end is cut off."""
+
+    rendering: Rendering
+    given: Prepared
+    turns: tuple[Turn, ...]
+    cut_off: bool
 
 
 class Encoder:
@@ -57,6 +67,13 @@ class Encoder:
         With `cut_off` the last answer met the token limit: its sequence ends with the answer, without the
         end of turn that the target never wrote. Raises UnusableRow or TemplateRefusal.
         """
+        return self.tokens_of(self.lay_out(messages, tools, cut_off))
+
+    def lay_out(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, cut_off: bool = False
+    ) -> list[Layout]:
+        """The first half of :meth:`encode`: rendering. A shard does it for many rows before it encodes any:
+        templates and tokenizers that take turns row by row cost a fifth more."""
         if any(message.get("tool_calls") for message in messages) and self.chat.tool_call_shape is None:
             raise UnusableRow("the chat template renders no tool calls")
         given = self.chat.prepare(messages, tools, reasoning=self.reasoning != "strip")
@@ -68,14 +85,16 @@ class Encoder:
                 (self._ending_at(given, index), cut_off and index == last)
                 for index in (assistants[-1:] if self.last_turn_only else assistants)
             ]
-            found = [self._encoded(part, given, part.turns[-1:], cut) for part, cut in parts if part.turns]
-        else:
-            turns = rendering.turns
-            if self.last_turn_only:
-                wanted = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
-                turns = tuple(turn for turn in turns if turn.index == wanted)
-            found = [self._encoded(rendering, given, turns, cut_off and messages[last]["role"] == "assistant")]
-        found = [(ids, mask) for ids, mask in found if mask.any()]
+            return [Layout(part, given, part.turns[-1:], cut) for part, cut in parts if part.turns]
+        turns = rendering.turns
+        if self.last_turn_only:
+            wanted = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+            turns = tuple(turn for turn in turns if turn.index == wanted)
+        return [Layout(rendering, given, turns, cut_off and messages[last]["role"] == "assistant")]
+
+    def tokens_of(self, layouts: Sequence[Layout]) -> list[Encoded]:
+        """The second half of :meth:`encode`: ids and masks. Raises UnusableRow or TemplateRefusal."""
+        found = [(ids, mask) for ids, mask in map(self._encoded, layouts) if mask.any()]
         if not found:
             raise UnusableRow("no supervised token (the mask is all zero)")
         return found
@@ -112,7 +131,8 @@ class Encoder:
 
     # ---- from characters to tokens
 
-    def _encoded(self, rendering: Rendering, given: Prepared, turns: Sequence[Turn], cut_off: bool) -> Encoded:
+    def _encoded(self, layout: Layout) -> Encoded:
+        rendering, given, turns = layout.rendering, layout.given, layout.turns
         encoding = self.chat.encode(rendering.text, given.stand_ins)
         ids = np.asarray(encoding.ids, dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.uint8)
@@ -122,7 +142,7 @@ class Encoder:
                 mask[first:stop], closed = 1, close
                 if self.reasoning == "mask" and (turn.thought or turn.lost):
                     mask[first : encoding.first_at(turn.answer)] = 0
-        if cut_off and turns and turns[-1].index == len(given.messages) - 1:
+        if layout.cut_off and turns and turns[-1].index == len(given.messages) - 1:
             ids, mask = ids[:closed], mask[:closed]
         return ids, mask
 

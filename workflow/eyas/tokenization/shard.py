@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from eyas.shards import (
 )
 from eyas.shards.files import publish
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, tokenizer_hashes
-from eyas.tokenization.mask import Encoded, Encoder, UnusableRow
+from eyas.tokenization.mask import Encoded, Encoder, Layout, UnusableRow
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = VERSIONS["tokens"]
+_TOGETHER = 64  # rows that are rendered before they are encoded
 
 
 @dataclass
@@ -78,12 +80,27 @@ class _Rows:
     truncated: list[dict[str, int]] = field(default_factory=list)
     cut_off: int = 0
 
-    def take(self, row: Row) -> None:
-        """Encode a row, or record why it cannot be used."""
+    def take(self, rows: Sequence[Row]) -> None:
+        """Encode rows, or record why they cannot be used; all are rendered before any is encoded."""
+        for row, laid in [(row, self._lay_out(row)) for row in rows]:
+            self._finish(row, laid)
+
+    def _lay_out(self, row: Row) -> list[Layout] | Exception:
+        """How a row is rendered (nothing for ready text), or why it cannot be."""
         try:
             if row.skipped is not None:
                 raise UnusableRow(row.skipped)
-            sequences, full = self._encode(row)
+            if row.text is not None:
+                return []
+            return self.encoder.lay_out(row.messages, row.tools, cut_off=row.finish == "length")
+        except (UnusableRow, TemplateRefusal) as exc:
+            return exc
+
+    def _finish(self, row: Row, laid: list[Layout] | Exception) -> None:
+        try:
+            if isinstance(laid, Exception):
+                raise laid
+            sequences, full = self._encode(row, laid)
         except (UnusableRow, TemplateRefusal) as exc:
             self.skipped.append({"row": row.row, "reason": str(exc), "source": row.source})
             if row.skipped is None:
@@ -97,12 +114,9 @@ class _Rows:
         self.source_of_sequence += [source] * len(sequences)
         self.sequences += sequences
 
-    def _encode(self, row: Row) -> tuple[list[Encoded], int]:
+    def _encode(self, row: Row, laid: list[Layout]) -> tuple[list[Encoded], int]:
         """Sequences of a row within max_length; the longest one's full length when any was cut, else 0."""
-        if row.text is not None:
-            found = self.encoder.encode_text(row.text)
-        else:
-            found = self.encoder.encode(row.messages, row.tools, cut_off=row.finish == "length")
+        found = self.encoder.tokens_of(laid) if row.text is None else self.encoder.encode_text(row.text)
         limit, longest = self.settings["max_length"], max(len(ids) for ids, _ in found)
         if longest > limit:
             if self.settings["overlong"] == "skip":
@@ -136,7 +150,6 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
     that cannot be used are recorded with their reason.
     """
     sidecar = output.with_suffix(".json")
-    settings = {"truncation_side": "right", "train_on": "all_turns", "reasoning": "train"} | settings
     mark = fingerprint(
         version=FORMAT_VERSION, settings=settings, conversations=checksum(conversations),
         target=[target.path, target.revision],
@@ -147,15 +160,14 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
             return
         tokenizer = load_tokenizer(target)
         end_ids = end_of_turn_ids(target, tokenizer)
-        encoder = Encoder(
-            tokenizer, end_ids, settings["train_on"], settings["reasoning"], settings.get("template_options")
-        )
+        encoder = Encoder(tokenizer, end_ids, settings["train_on"], settings["reasoning"], settings["template_options"])
         rows = read_rows(conversations)
         progress = Progress(f"Tokens {output.stem}", len(rows), "rows")
         result = _Rows(encoder, settings)
-        for row in rows:
-            result.take(row)
-            progress.advance(1)
+        for start in range(0, len(rows), _TOGETHER):
+            block = rows[start : start + _TOGETHER]
+            result.take(block)
+            progress.advance(len(block))
         arrays = result.arrays()
         used, tokens, supervised = len(set(result.numbers)), len(arrays["input_ids"]), int(arrays["loss_mask"].sum())
         staging = output.parent / ".staging" / output.stem
