@@ -81,7 +81,7 @@ class ChatTemplate:
         except Exception:  # transformers says what is wrong with it
             return None
         given = {**self.tokenizer.special_tokens_map, **self.options}
-        return lambda **values: template.render(**{**given, **values})
+        return lambda **values: template.render(given, **values)
 
     def render_prepared(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
@@ -211,7 +211,7 @@ class ChatTemplate:
 
     def _escape(self, messages: list[Message], tools: Any) -> tuple[list[Message], Any, dict[str, str]]:
         """Messages and tools with stand-ins for the special tokens in their texts, and what each stands for."""
-        texts = list(_texts([[m.get(key) for key in _SAID] for m in messages])) + list(_texts(tools))
+        texts = [*_texts_of(messages), *_texts(tools)]
         if not any(map(self.special.search, texts)):
             return messages, tools, {}
         stand_ins = self.special.stand_ins(texts)
@@ -234,6 +234,17 @@ class ChatTemplate:
         prepared = self.prepare(history, tools)
         text = self.render_prepared(prepared.messages, prepared.tools, add_generation_prompt=True)
         return self.encode(text, prepared.stand_ins).ids
+
+
+def _texts_of(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        for key in message:
+            if key in _SAID:
+                value = message[key]
+                if isinstance(value, str):
+                    yield value
+                else:
+                    yield from _texts(value)
 
 
 def _texts(value: Any) -> Iterator[str]:
