@@ -422,12 +422,17 @@ def test_concurrency_is_used_and_kept_to(tmp_path: Path) -> None:
 
 def start_jobs(folder: Path, url: str, count: int, rows: int, **endpoint: Any) -> list[subprocess.Popen[bytes]]:
     """Jobs of one run, side by side, each with a shard."""
-    jobs = []
+    names = write_shards(folder, count, rows)
+    return [subprocess.Popen(**respond_command(folder, [url], name=name, **endpoint)) for name in names]
+
+
+def write_shards(folder: Path, count: int, rows: int) -> list[str]:
+    """Prompts of a run of `count` shards."""
+    names = []
     for i in range(count):
-        name = f"rows_{i * rows}-{(i + 1) * rows}"
-        write_prompts(folder, [ask(n, f"row {n}") for n in range(i * rows, (i + 1) * rows)], name)
-        jobs.append(subprocess.Popen(**respond_command(folder, [url], name=name, **endpoint)))
-    return jobs
+        names.append(f"rows_{i * rows}-{(i + 1) * rows}")
+        write_prompts(folder, [ask(n, f"row {n}") for n in range(i * rows, (i + 1) * rows)], names[-1])
+    return names
 
 
 def test_jobs_of_a_run_share_the_concurrency(tmp_path: Path) -> None:
@@ -462,6 +467,18 @@ def test_requests_a_minute_are_kept_to_by_two_jobs_of_a_run(tmp_path: Path) -> N
         jobs = start_jobs(tmp_path / "run", fake.url, 2, 10, requests_per_minute=120)
         assert [job.wait(60) for job in jobs] == [0, 0]
     assert within(fake.requests(), dict.fromkeys(range(20), 1.0), 120, 12)
+    assert not (tmp_path / "run" / "conversations" / ".staging").exists()
+
+
+def test_requests_a_minute_are_kept_to_by_jobs_one_after_another(tmp_path: Path) -> None:
+    with FakeEndpoint(tmp_path / "log") as fake:
+        for name in write_shards(tmp_path / "run", 3, 5):
+            subprocess.run(
+                **respond_command(tmp_path / "run", [fake.url], name=name, requests_per_minute=60), check=True
+            )
+    # Half of what a burst in each job would be.
+    assert within(fake.requests(), dict.fromkeys(range(15), 1.0), 60, 6)
+    assert not (tmp_path / "run" / "conversations" / ".staging").exists()
 
 
 def test_tokens_a_minute_are_kept_to(tmp_path: Path) -> None:

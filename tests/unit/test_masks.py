@@ -413,19 +413,7 @@ def test_cut_off_answer_has_no_end_of_turn(name: str, reasoning: str) -> None:
     assert said(family, ids, mask).endswith("It was kilu, me") and mask[-1] == 1
 
 
-def disputed(name: str, reason: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3",
-        "harmony",
-        disputed("deepseek_r1", "the row is lost: the template leaves the thinking out and there is nothing else"),
-        disputed("kimi_k25", "the thinking is closed, twice"),
-    ],
-)
+@pytest.mark.parametrize("name", ["qwen3", "harmony", "deepseek_r1", "kimi_k25"])
 def test_cut_off_within_the_thinking(name: str) -> None:
     """The sequence ends with the last token that the target wrote; it never closed its thinking."""
     family = FAMILIES[name]
@@ -434,30 +422,42 @@ def test_cut_off_within_the_thinking(name: str) -> None:
     assert said(family, ids, mask) == f"{head}so it w" and mask[-1] == 1
 
 
-NO_ANSWER = "without an answer to come, `mask` leaves the thinking supervised"
+@pytest.mark.parametrize("name", ["deepseek_r1", "kimi_k25"])
+def test_cut_off_within_the_thinking_keeps_earlier_answers(name: str) -> None:
+    messages = [user("a"), answer("b", "hm"), user("c"), answer("", "so it w")]
+    family = FAMILIES[name]
+    first, last = encoded(family, messages, cut_off=True)
+    assert [first] == encoded(family, messages[:2])
+    assert said(family, *last) == "so it w"
+    [masked] = encoded(family, messages, cut_off=True, reasoning="mask")
+    assert said(family, *masked).count("b") == 1 and "so it w" not in said(family, *masked)
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["deepseek_r1", disputed("qwen3", NO_ANSWER), disputed("harmony", NO_ANSWER), disputed("kimi_k25", NO_ANSWER)],
+    ("name", "end"), [("qwen3", "<|im_end|>"), ("harmony", "<|return|>"), ("kimi_k25", "<|im_end|>")]
 )
+def test_thinking_alone_closes_once(name: str, end: str) -> None:
+    family = FAMILIES[name]
+    [(ids, mask)] = encoded(family, [user("a"), answer("", "so it w")])
+    assert said(family, ids, mask).count("</think>") == (name != "harmony") and said(family, ids, mask).endswith(end)
+    [(ids, mask)] = encoded(family, [user("a"), answer("", "so it w")], reasoning="mask")
+    assert said(family, ids, mask) == end
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "harmony", "kimi_k25"])
 def test_masked_thinking_without_an_answer_is_unusable(name: str) -> None:
     with pytest.raises(UnusableRow, match="no supervised token"):
         encoded(FAMILIES[name], [user("a"), answer("", "so it w")], cut_off=True, reasoning="mask")
 
 
-@pytest.mark.parametrize(
-    "thought", ["hm", disputed("\nhm", "where no frame fits, the answer begins with its first visible character")]
-)
+@pytest.mark.parametrize("thought", ["hm", "\nhm"])
 def test_masked_thinking_ends_before_the_white_space_of_the_answer(thought: str) -> None:
     family = FAMILIES["qwen3"]
     [(ids, mask)] = encoded(family, [user("a"), answer("  kilu", thought)], reasoning="mask")
     assert said(family, ids, mask) == "  kilu<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    "asked", ["go on, please", disputed("go on", "marks in the questions change which of them the template compares")]
-)
+@pytest.mark.parametrize("asked", ["go on, please", "go on"])
 def test_mistral_asked_the_same_twice(asked: str) -> None:
     """The template puts tools before each question with the words of the last one."""
     family = FAMILIES["mistral"]

@@ -5,7 +5,7 @@ VERSIONS = {
     "target": 1,
     "prompts": 2,
     "conversations": 2,
-    "tokens": 2,
+    "tokens": 3,
     "hidden_states": 2,
     "manifest": 2,
     "statistics": 1,
@@ -13,7 +13,7 @@ VERSIONS = {
     "drafter": 1,
     "training": 2,
     "selection": 1,
-    "evaluation": 1,
+    "evaluation": 2,
     "export": 1,
     "report": 1,
 }

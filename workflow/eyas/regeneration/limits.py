@@ -164,7 +164,15 @@ class SharedLimits:
         with self._state() as state:
             state["shards"][self.shard]["reserved"] = 0.0
 
-    def remove_when_last(self) -> None:
-        """Delete the shared files when no other shard is being written."""
-        if set(os.listdir(self.folder.parent)) <= {self.folder.name, self.shard}:
+    def finish(self, shards: set[str]) -> None:
+        """The shard is about to be published; delete the shared files when it is the last of the run's `shards`.
+
+        Not before: a job that comes after this one must find what the minute's allowance has left.
+        """
+        with self._state() as state:
+            state["shards"][self.shard]["finished"] = True
+            noted = {shard for shard, entry in state["shards"].items() if entry.get("finished")}
+            published = {sidecar.stem for sidecar in self.folder.parent.parent.glob("*.json")}
+            last = shards <= noted | published
+        if last:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -225,6 +225,6 @@ def respond_shard(
             },
         )
         if limits:
-            limits.remove_when_last()
+            limits.finish({path.stem for path in prompts.parent.glob(f"rows_*{prompts.suffix}")})
         publish({staging / output.name: output, staging / sidecar.name: sidecar}, staging)
         log.info("Wrote %s: %d answers, %d rows skipped.", output, len(usable), len(answered) - len(usable))

@@ -42,8 +42,8 @@ class _Frame:
             return position + moves[bisect_right(self.where, position) - 1]
 
         def turn(t: Turn) -> Turn:
-            close = None if t.close is None else moved(t.close)
-            return replace(t, begin=moved(t.begin), answer=moved(t.answer), close=close, end=moved(t.end))
+            answer, close = (None if place is None else moved(place) for place in (t.answer, t.close))
+            return replace(t, begin=moved(t.begin), answer=answer, close=close, end=moved(t.end))
 
         marked = self.learned.marked
         return replace(

@@ -79,10 +79,11 @@ class Encoder:
         given = self.chat.prepare(messages, tools, reasoning=self.reasoning != "strip")
         rendering = self._frames.find(messages, given)
         last = len(messages) - 1
-        if self.reasoning == "train" and any(turn.lost for turn in rendering.turns):
+        thinking = cut_off and self.chat.opens_reasoning and self._only_thought(given, last)
+        if self.reasoning == "train" and (thinking or any(turn.lost for turn in rendering.turns)):
             assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             parts = [
-                (self._ending_at(given, index), cut_off and index == last)
+                (self._ending_at(given, index, thinking and index == last), cut_off and index == last)
                 for index in (assistants[-1:] if self.last_turn_only else assistants)
             ]
             return [Layout(part, given, part.turns[-1:], cut) for part, cut in parts if part.turns]
@@ -108,25 +109,42 @@ class Encoder:
             raise UnusableRow("empty text")
         return [(ids, np.ones(len(ids), dtype=np.uint8))]
 
-    def _ending_at(self, given: Prepared, index: int) -> Rendering:
-        """The conversation up to one answer, as the target saw it when it wrote that."""
+    def _only_thought(self, given: Prepared, index: int) -> bool:
+        """Whether a message thinks, and says nothing."""
+        message, thought, place = given.messages[index], given.thoughts[index], self.chat.reasoning_place
+        if thought is None or place is None or message.get("tool_calls"):
+            return False
+        return not place.answer(message.get("content"), thought).strip()
+
+    def _ending_at(self, given: Prepared, index: int, thinking: bool) -> Rendering:
+        """The conversation up to one answer, as the target saw it when it wrote that.
+
+        `thinking`: it was cut off before it closed a thought that its prompt opens.
+        """
         part = given.upto(index + 1)
-        rendering = find_turns(self.chat, part)
-        turns = tuple(turn for turn in rendering.turns if turn.index == index)
         thought, place = given.thoughts[index], self.chat.reasoning_place
-        if thought is None or place is None or not turns or not turns[0].lost:
+        rendering = Rendering("", (), None) if thinking else find_turns(self.chat, part)
+        turns = tuple(turn for turn in rendering.turns if turn.index == index)
+        if not thinking and (thought is None or place is None or not turns or not turns[0].lost):
             return replace(rendering, turns=turns)
         before = self.chat.render_prepared(part.messages[:index], part.tools, add_generation_prompt=True)
-        if opens_reasoning(before):
+        if thinking:
+            end = len(before) + len(thought or "")
+            turn = Turn(index, len(before), None, end, end, True, thought=True, lost=False, prompted=True)
+            return Rendering(f"{before}{thought}", (turn,), None)
+        if place and opens_reasoning(before):
             # The template never renders thinking, but its generation prompt opens it: this is what was written.
-            turn, text = turns[0], f"{before}{thought}{place.closing}"
-            moved = len(text) - turn.answer
-            close = None if turn.close is None else turn.close + moved
+            turn = turns[0]
+            behind = rendering.text[turn.begin if turn.answer is None else turn.answer :]
+            closing = "" if behind.lstrip().startswith(place.closing.strip()) else place.closing
+            text = f"{before}{thought}{closing}"
+            moved = len(text) + len(behind) - len(rendering.text)
             turn = replace(
-                turn, begin=len(before), answer=len(text), close=close, end=turn.end + moved,
+                turn, begin=len(before), answer=None if turn.answer is None else len(text),
+                close=None if turn.close is None else turn.close + moved, end=turn.end + moved,
                 thought=True, lost=False, prompted=True,
             )  # fmt: skip
-            return Rendering(text + rendering.text[turns[0].answer :], (turn,), None)
+            return Rendering(text + behind, (turn,), None)
         return replace(rendering, turns=turns)
 
     # ---- from characters to tokens
@@ -141,7 +159,10 @@ class Encoder:
             for first, close, stop in self._regions(rendering, turn, encoding):
                 mask[first:stop], closed = 1, close
                 if self.reasoning == "mask" and (turn.thought or turn.lost):
-                    mask[first : encoding.first_at(turn.answer)] = 0
+                    answer = close if turn.answer is None else encoding.first_at(turn.answer)
+                    if turn.answer is None and ids[stop - 1] in self.end_ids:
+                        answer = stop - 1  # whatever closes the thinking goes with it
+                    mask[first:answer] = 0
         if layout.cut_off and turns and turns[-1].index == len(given.messages) - 1:
             ids, mask = ids[:closed], mask[:closed]
         return ids, mask

@@ -9,14 +9,16 @@ alone; marks serve where it does not (thinking dropped, another generation promp
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from eyas.target.chat import ChatTemplate, Message, Prepared
 from eyas.target.refusal import TemplateRefusal
 
 _MARKS = range(0x100000, 0x10FFFE)
 _CALL = {"call", "call id"}  # parts of a message's first tool call
+_WHOLE: tuple[tuple[str, ...], ...] = (("thought", "content"), ("content",), ("thought",), ())
 Places = Mapping[str, tuple[int, int]]
 
 
@@ -25,15 +27,15 @@ class Turn:
     """An assistant turn in rendered text; all positions are characters, ends exclusive.
 
     `begin`: where the target began to write; `prompted` when that is where its prompt ends, else it is where
-    its first text begins. `answer`: where its answer (or first tool call) begins, behind the thinking; `lost`:
-    it had thinking, which the template left out. `close`: where its last text ends, None when that cannot be
-    told. `end`: where the turn ends; `exact` when that is the end of what the template makes of the turn, else
-    no more than a bound.
+    its first text begins. `answer`: where its answer (or first tool call) begins, behind the thinking, None when
+    there is none; `lost`: it had thinking, which the template left out. `close`: where its last text ends, None when
+    that cannot be told. `end`: where the turn ends; `exact` when that is the end of what the template makes of the
+    turn, else no more than a bound.
     """
 
     index: int
     begin: int
-    answer: int
+    answer: int | None
     close: int | None
     end: int
     exact: bool
@@ -63,17 +65,17 @@ def _core(text: str, start: int = 0) -> tuple[int, int]:
 
 
 def _parts(
-    chat: ChatTemplate, message: Message, thought: str | None, whole: bool = False, ids: bool = False
+    chat: ChatTemplate, message: Message, thought: str | None, whole: Container[str] = (), ids: bool = False
 ) -> dict[str, tuple[str, int, int]]:
     """What of an assistant's message has text to mark: part -> (field, start, end).
 
-    `whole`: with the white space around it. `ids`: a call's id too.
+    `whole`: the parts to take with the white space around them. `ids`: a call's id too.
     """
     parts = {}
     content = message.get("content") or ""
     answer = 0
     if thought is not None and (place := chat.reasoning_place):
-        begin, end = (0, len(thought)) if whole else _core(thought)
+        begin, end = (0, len(thought)) if "thought" in whole else _core(thought)
         if place.field:
             parts["thought"] = (place.field, begin, end)
         elif place.tags:
@@ -81,7 +83,8 @@ def _parts(
             parts["thought"] = ("content", start + begin, start + end)
             answer = start + len(thought) + len(place.closing)
     if content[answer:].strip():
-        parts["content"] = ("content", answer, len(content)) if whole else ("content", *_core(content, answer))
+        begin, end = (answer, len(content)) if "content" in whole else _core(content, answer)
+        parts["content"] = ("content", begin, end)
     if calls := message.get("tool_calls"):
         parts["call"] = ("name", 0, len(calls[0]["function"]["name"]))
         if ids and isinstance(calls[0].get("id"), str):
@@ -132,24 +135,26 @@ def _find_marks(chat: ChatTemplate, given: Prepared, text: str) -> _Marks:
     what the template does; parts that it leaves out (or repeats) have none.
     """
     calling = [index for index, message in enumerate(given.messages) if message.get("tool_calls")]
-    best = None
     # Ids are marked only where calls cannot be found by their names: some templates count an id's letters.
-    for ids in (False, True) if calling else (False,):
-        for whole in (True, False):
-            marks = _try_marks(chat, given, text, whole, ids)
-            if marks.places and all(marks.places.get(index, {}).keys() & _CALL for index in calling):
-                return marks
-            best = best if best and best.places else marks
+    # And questions are left without marks only at last: some templates compare them with each other.
+    best = None
+    for questions, ids, whole in product((True, False), (False, True) if calling else (False,), _WHOLE):
+        marks = _try_marks(chat, given, text, whole, ids, questions)
+        if marks.places and all(marks.places.get(index, {}).keys() & _CALL for index in calling):
+            return marks
+        best = best if best and best.places else marks
     assert best
     return best
 
 
-def _try_marks(chat: ChatTemplate, given: Prepared, text: str, whole: bool, ids: bool) -> _Marks:
+def _try_marks(
+    chat: ChatTemplate, given: Prepared, text: str, whole: Container[str], ids: bool, questions: bool
+) -> _Marks:
     roles = [message["role"] for message in given.messages]
     parts = {
         index: _parts(chat, message, given.thoughts[index], whole, ids)
         for index, message in enumerate(given.messages)
-        if "assistant" in roles[index : index + 2] and isinstance(message.get("content") or "", str)
+        if "assistant" in roles[index : index + 1 + questions] and isinstance(message.get("content") or "", str)
     }
     used = set(text)
     free = (chr(code) for code in _MARKS if chr(code) not in used)
@@ -202,17 +207,18 @@ def find_turns(chat: ChatTemplate, given: Prepared) -> Rendering:
 def _turn(chat: ChatTemplate, given: Prepared, index: int, marks: _Marks, text: str) -> Turn | None:
     """One assistant turn; None when the template made something else of it."""
     own = marks.places.get(index, {})
-    said_nothing = not _parts(chat, given.messages[index], given.thoughts[index])
+    parts = _parts(chat, given.messages[index], given.thoughts[index])
+    said_nothing = not parts
     begin = _prefix(chat, given, index, text, prompt=True)
     end = len(text) if index == len(given.messages) - 1 else _prefix(chat, given, index + 1, text, prompt=False)
     if not own and not said_nothing and (begin is None or end is None):
         return None
     prompted = begin is not None
     if begin is None:
-        starts = min((start for start, _ in own.values()), default=len(text))
-        begin, prompted = _behind_prompt(chat, given, index, marks, text[:starts])
+        first = min((start for start, _ in own.values()), default=len(text))
+        begin, prompted = _behind_prompt(chat, given, index, marks, text[:first])
         if own and not prompted:
-            begin = starts
+            begin = first
     exact = end is not None and end >= begin
     if said_nothing and not exact:
         return None  # nothing in the text shows where it ends
@@ -224,10 +230,11 @@ def _turn(chat: ChatTemplate, given: Prepared, index: int, marks: _Marks, text: 
         close = None  # the end of a call's name is not the end of the call
     elif said_nothing:
         close = begin
-    answer = min((own[part][0] for part in ("content", *_CALL) if part in own), default=begin)
+    starts = [own[part][0] for part in ("content", *_CALL) if part in own]
+    answer = max(begin, min(starts)) if starts else (begin if parts.keys() - {"thought"} else None)
     thought = given.thoughts[index] is not None
     lost = thought and "thought" not in own
-    return Turn(index, begin, max(begin, answer), close, end, exact, thought and not lost, lost, prompted)
+    return Turn(index, begin, answer, close, end, exact, thought and not lost, lost, prompted)
 
 
 def _behind_prompt(chat: ChatTemplate, given: Prepared, index: int, marks: _Marks, before: str) -> tuple[int, bool]:
