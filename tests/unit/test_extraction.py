@@ -14,9 +14,11 @@ import pytest
 import torch
 import transformers
 from drafter_reference import random_rows, read_json_file, run_killed, save_llama, write_tokens
+from eyas.drafter.dataset import HiddenStates
 from eyas.errors import EyasError
+from eyas.extraction.engines.base import FailedRow
 from eyas.extraction.engines.transformers import Capture, capture_rows, check_head, plan_batches
-from eyas.extraction.manifest import write_manifest
+from eyas.extraction.manifest import read_manifest, write_manifest
 from eyas.extraction.shard import FORMAT_VERSION, extract_shard, shard_layout
 from eyas.shards import Journal, checksum, fingerprint
 from eyas.target.model import load_target
@@ -137,9 +139,9 @@ def test_layout_and_sidecar(tmp_path: Path) -> None:
         "skipped": [{"row": 13, "reason": "test"}, {"row": 14, "reason": "test"}], "tokens_checksum": checksum(tokens),
     }  # fmt: skip
     assert {key: facts[key] for key in known} == known
-    assert set(facts) - set(known) == {"fingerprint", "target", "seconds", "tokens_per_second"}
+    assert set(facts) - set(known) == {"fingerprint", "target", "seconds", "tokens_per_second", "failed"}
     assert facts["target"]["path"] == target.path
-    assert facts["seconds"] > 0
+    assert facts["seconds"] > 0 and facts["failed"] == []
     assert not (output.parent / ".staging").exists()
 
 
@@ -376,3 +378,55 @@ def test_layers_outside_the_target_are_refused_and_hooks_are_removed(tmp_path: P
         target.decoder(input_ids=torch.tensor([[3, 4]]))
         assert capture.aux().shape == (1, 2, 48)
     assert not any(layer._forward_hooks for layer in target.layers)
+
+
+class Failing:
+    """Gives up on some sequences."""
+
+    journal_seconds = 0.0
+    way: dict[str, Any] = {}
+
+    def __init__(self, target: TargetReference, bad: set[int]) -> None:
+        self.inner, self.bad = engine.TransformersEngine(target, LAYERS, 1, 0), bad
+
+    def capture(self, name: str, sequences: Any, finished: Any) -> Any:
+        for batch in self.inner.capture(name, sequences, finished):
+            yield [(i, FailedRow("no luck") if i in self.bad else row) for i, row in batch]
+
+    def close(self) -> None:
+        pass
+
+
+def test_rows_that_fail_for_good_are_recorded_and_left_out(tmp_path: Path) -> None:
+    target = save_llama(tmp_path / "target")
+    tokens = write_tokens(tmp_path / "tokens" / "rows_10-16.safetensors", rows_of_several_sequences()[:5] + [
+        (14, *random_rows([4])[0][1:]), (15, *random_rows([6])[0][1:])])  # fmt: skip
+    output = tmp_path / "out" / tokens.name
+    with pytest.raises(
+        EyasError, match=r"2 row\(s\) have no hidden states, .*max_failed_rows allows 1; row 10: no luck"
+    ):
+        extract_shard(tokens, output, target, LAYERS, "bfloat16", engine=Failing(target, {1, 2, 5}), max_failed_rows=1)
+    assert not output.exists()
+    # What failed is tried again: sequence 2 succeeds this time.
+    extract_shard(tokens, output, target, LAYERS, "bfloat16", engine=Failing(target, {1, 5}), max_failed_rows=2)
+    facts = read_json_file(output.with_suffix(".json"))
+    assert facts["failed"] == [{"sequence": i, "row": row, "reason": "no luck"} for i, row in ((1, 10), (5, 14))]
+    found, whole = load_file(output), tmp_path / "whole" / tokens.name
+    extract_shard(tokens, whole, target, LAYERS, "bfloat16", batch_tokens=1)
+    expected, offsets = load_file(whole), found["offsets"].tolist()
+    for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        same = torch.equal(found["aux_hidden_states"][a:b], expected["aux_hidden_states"][a:b])
+        assert same if i not in (1, 5) else not found["aux_hidden_states"][a:b].any()
+
+
+def test_the_trainer_leaves_failed_rows_out(tmp_path: Path) -> None:
+    target = save_llama(tmp_path / "target")
+    tokens = write_tokens(tmp_path / "tokens" / "rows_0-7.safetensors", random_rows(LENGTHS))
+    output = tmp_path / "hidden_states" / tokens.name
+    extract_shard(tokens, output, target, LAYERS, "bfloat16", engine=Failing(target, {1, 4}), max_failed_rows=2)
+    write_manifest([output], 7, tmp_path / "hidden_states" / "data_config.json")
+    manifest = read_manifest(tmp_path / "hidden_states" / "data_config.json")
+    assert manifest.values["totals"]["failed"] == 2 and manifest.values["shards"][0]["failed"] == [1, 4]
+    data = HiddenStates(manifest, tmp_path / "tokens")
+    assert data.select(5, held_out=False).tolist() == [0, 2, 3, 5, 6]
+    assert data.select(5, held_out=True).tolist() == []

@@ -37,7 +37,7 @@ def make_shard(folder: Path, start: int, end: int, skipped: tuple[int, ...] = ()
     facts = {
         "format_version": FORMAT_VERSION, "fingerprint": "f", **COMMON, "tokens_checksum": f"xxh3_128:{start}",
         "rows": rows, "sequences": rows, "tokens": 3 * rows, **describe_file(path), "skipped": [{"row": r, "reason": "x"} for r in skipped],
-        "seconds": float(start), "tokens_per_second": 1.0, "files": {},
+        "failed": [], "seconds": float(start), "tokens_per_second": 1.0, "files": {},
     }  # fmt: skip
     write_json(path.with_suffix(".json"), {key: value for key, value in (facts | changes).items() if value is not None})
     return path
@@ -68,7 +68,7 @@ def test_complete_and_agreeing(tmp_path: Path):
     assert all(e["checksum"] == checksum(s) for e, s in zip(values["shards"], shards, strict=True))
     assert values["shards"][1]["tokens_checksum"] == "xxh3_128:4"
     size = sum(shard.stat().st_size for shard in shards)
-    assert values["totals"] == {"rows": 8, "sequences": 8, "tokens": 24, "bytes": size, "skipped": 2}
+    assert values["totals"] == {"rows": 8, "sequences": 8, "tokens": 24, "bytes": size, "skipped": 2, "failed": 0}
 
 
 def test_a_row_of_several_sequences_counts_once(tmp_path: Path):

@@ -60,7 +60,8 @@ class HiddenStates:
         self.manifest = manifest
         self.dtype = _TORCH[manifest.values["dtype"]]
         self._states, self._tokens = [], []
-        row_ids, places = [], []
+        row_ids, failed = [], []
+        places: list[tuple[int, int]] = []
         for number, file in enumerate(manifest.shards):
             states = map_arrays(
                 file, ("aux_hidden_states", "last_hidden_state", "input_ids", "target_token", "offsets", "row_ids")
@@ -79,17 +80,23 @@ class HiddenStates:
             self._states.append(states)
             self._tokens.append(tokens)
             row_ids.append(np.asarray(tokens.row_ids))
+            failed += [len(places) + i for i in manifest.values["shards"][number]["failed"]]
             places += [(number, i) for i in range(len(tokens))]
         self.row_ids = np.concatenate(row_ids)
         self._places = places
+        self._failed = frozenset(failed)
         self.lengths = np.array([self._tokens[n].lengths[i] for n, i in places], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def select(self, held_out_every: int, held_out: bool) -> np.ndarray:
-        """Positions of the training rows, or of the held-out ones."""
-        chosen = [i for i, row in enumerate(self.row_ids) if is_held_out(int(row), held_out_every) == held_out]
+        """Positions of the training rows, or of the held-out ones; without those that have no states."""
+        chosen = [
+            i
+            for i, row in enumerate(self.row_ids)
+            if is_held_out(int(row), held_out_every) == held_out and i not in self._failed
+        ]
         return np.array(chosen, dtype=np.int64)
 
     def counted(self, draft_ids: np.ndarray, steps: int) -> np.ndarray:

@@ -43,7 +43,7 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
                     f"{path}: format version {facts.get('format_version')}, not {SHARD_VERSION}; delete it and run"
                     " snakemake again"
                 )
-            needed = (*_COMMON, *_SUMS, "skipped", "checksum", "tokens_checksum")
+            needed = (*_COMMON, *_SUMS, "skipped", "failed", "checksum", "tokens_checksum")
             if lacking := [key for key in needed if key not in facts]:
                 raise EyasError(f"{path}: its sidecar lacks {', '.join(lacking)}; delete both and run snakemake again")
             if shard.start != expected_start:
@@ -76,13 +76,17 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
                 {
                     "file": path.name,
                     **{key: facts[key] for key in (*_SUMS, "checksum", "tokens_checksum")},
+                    "failed": [entry["sequence"] for entry in facts["failed"]],
                 }
             )
         if common is None or expected_start != rows:
             raise EyasError(f"{output}: the shards hold rows 0 to {expected_start - 1} of {rows}; run snakemake again")
         totals = {key: sum(entry[key] for entry in entries) for key in _SUMS}
-        if totals["rows"] == 0:
-            raise EyasError(f"{output}: every one of the {rows} rows was skipped; the shards' .json files say why")
+        failed = sum(len(entry["failed"]) for entry in entries)
+        if totals["sequences"] == failed:
+            raise EyasError(
+                f"{output}: every one of the {rows} rows was skipped or failed; the shards' .json files say why"
+            )
         write_json(
             output,
             {
@@ -91,12 +95,13 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
                 "layer_convention": LAYER_CONVENTION,
                 "last_hidden_state": LAST_HIDDEN_STATE,
                 "shards": entries,
-                "totals": {**totals, "skipped": skipped},
+                "totals": {**totals, "skipped": skipped, "failed": failed},
             },
         )
         log.info(
-            "Wrote %s: %d shards, %d rows (%d more skipped) in %d sequences, %d tokens, %d bytes.",
-            output, len(entries), totals["rows"], skipped, totals["sequences"], totals["tokens"], totals["bytes"],
+            "Wrote %s: %d shards, %d rows (%d more skipped) in %d sequences (%d without states), %d tokens, %d bytes.",
+            output, len(entries), totals["rows"], skipped, totals["sequences"], failed, totals["tokens"],
+            totals["bytes"],
         )  # fmt: skip
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eyas.config import default_layers
 from eyas.errors import EyasError
+from eyas.extraction.engines.base import Captured, Engine, FailedRow
+from eyas.extraction.layout import FORMAT_VERSION, shard_layout
 from eyas.jobs import Progress
 from eyas.shards import (
     Journal,
-    Layout,
     TensorFileWriter,
     describe_file,
     ensure_free,
@@ -27,54 +29,55 @@ from eyas.shards import (
 from eyas.shards.files import publish, remove_folder
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
-from eyas.versions import VERSIONS
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = VERSIONS["hidden_states"]
+__all__ = ["FORMAT_VERSION", "LAST_HIDDEN_STATE", "LAYER_CONVENTION", "extract_shard", "is_finite", "shard_layout"]
+
 LAYER_CONVENTION = "output of decoder layer j (0-based); hidden_states[j + 1] of transformers"
 LAST_HIDDEN_STATE = "after_final_norm"
-_STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-def shard_layout(tokens: int, sequences: int, hidden_size: int, dtype: str) -> Layout:
-    """Places of all tensors of a shard; its size is known before any state is."""
-    stored = _STORED[dtype]
-    return Layout.of(
-        {
-            "aux_hidden_states": (stored, (tokens, 3 * hidden_size)),
-            "last_hidden_state": (stored, (tokens, hidden_size)),
-            "input_ids": ("I32", (tokens,)),
-            "target_token": ("I32", (tokens,)),
-            "offsets": ("I64", (sequences + 1,)),
-            "row_ids": ("I64", (sequences,)),
-        },
-        {"format": "eyas.hidden_states", "version": str(FORMAT_VERSION)},
-    )
+def is_finite(states: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    import torch
+
+    if not states.numel():
+        return True
+    # One fast pass: NaN comes out of it, and so do infinities (isfinite().all() is 30 times slower in bfloat16).
+    return bool(torch.isfinite(torch.stack(torch.aminmax(states))).all())
 
 
 @dataclass
 class _Writer:
-    """Puts captured sequences at their places; refuses states that are not finite."""
+    """Puts captured sequences at their places; states that are not finite fail their row."""
 
     file: TensorFileWriter
     tokens: TokenShard
     dtype: str
 
-    def write(self, index: int, row: Any) -> None:
+    def write(self, index: int, captured: Captured) -> str | None:
+        """Write a sequence's states; returns why it has none."""
         import torch
 
-        first = int(self.tokens.offsets[index])
-        for name, states in (("aux_hidden_states", row.aux), ("last_hidden_state", row.last)):
-            stored = states.to(getattr(torch, self.dtype)).contiguous()
-            if not bool(torch.isfinite(stored).all()):
-                raise EyasError(
-                    f"row {self.tokens.row_ids[index]}: the target's {name} hold NaN or infinity in {self.dtype};"
-                    " try extraction.dtype or target.dtype with a larger range"
+        if isinstance(captured, FailedRow):
+            return captured.reason
+        first, stored = int(self.tokens.offsets[index]), {}
+        for name, states in (("aux_hidden_states", captured.aux), ("last_hidden_state", captured.last)):
+            stored[name] = states.to(getattr(torch, self.dtype)).contiguous()
+            if not is_finite(stored[name]):
+                return (
+                    f"the target's {name} hold NaN or infinity in {self.dtype}; try extraction.dtype or target.dtype"
+                    " with a larger range"
                 )
-            raw = stored.view(torch.int32 if self.dtype == "float32" else torch.int16).numpy()
+        for name, states in stored.items():
+            raw = states.view(torch.int32 if self.dtype == "float32" else torch.int16).numpy()
             self.file.write_rows(name, first, raw.reshape(-1).data)
-        self.file.write_rows("target_token", first, np.ascontiguousarray(row.target_token).data)
+        self.file.write_rows("target_token", first, np.ascontiguousarray(captured.target_token).data)
+        return None
 
     def write_index(self) -> None:
         """The tensors that are known before any state is."""
@@ -92,20 +95,28 @@ def extract_shard(
     dtype: str,
     batch_tokens: int = 4096,
     gpus: int = 0,
+    engine: Engine | None = None,
+    max_failed_rows: int = 0,
 ) -> None:
     """Write `output` (hidden states) and its `.json` sidecar for one shard of tokens.
 
     The file is allocated at full size before the target is loaded, so a full disk is an
-    error at once. Batches are journalled as they are written; a killed job goes on with the
-    batches that are missing, and ends with the same bytes. `layers` None takes the default ones.
-    A row may come to several sequences (its id repeats in `row_ids`); each has its own states.
-    Raises EyasError.
+    error at once. Rows are journalled as they are written; a killed job goes on with those
+    that are missing, and ends with the same bytes. `layers` None takes the default ones; `engine` None is
+    transformers in this process, with `batch_tokens` and `gpus`.
+    A row may come to several sequences (its id repeats in `row_ids`); each has its own states. One that
+    has none for good stays zero in the file and is recorded under `failed`; more than
+    `max_failed_rows` of them are an error. Raises EyasError.
     """
     from eyas.target.model import target_identity
 
     config = text_config(target)
     hidden_size = int(config.hidden_size)
     layers = default_layers(int(config.num_hidden_layers)) if layers is None else layers
+    if engine is None:
+        from eyas.extraction.engines.transformers import TransformersEngine
+
+        engine = TransformersEngine(target, layers, batch_tokens, gpus)
     sidecar = output.with_suffix(".json")
     token_facts = read_json(tokens_file.with_suffix(".json"), "tokens sidecar")
     identity = target_identity(target)
@@ -113,7 +124,7 @@ def extract_shard(
     mark = fingerprint(version=FORMAT_VERSION, target=identity, layers=layers, dtype=dtype, tokens=source)
     with write_lock(output):
         if is_complete(sidecar, mark):
-            log.info("%s was finished by another process in the meantime.", output)
+            log.info("%s is finished already.", output)
             return
         tokens = read_tokens(tokens_file)
         rows = len(np.unique(tokens.row_ids))
@@ -123,22 +134,22 @@ def extract_shard(
         if not staged.exists() or staged.stat().st_size != layout.nbytes:
             # A journal counts only beside the file it is about.
             remove_folder(staging)
-        with Journal(staging, fingerprint(job=mark, batch_tokens=batch_tokens, records="sequences")) as journal:
+        with Journal(staging, fingerprint(job=mark, records="sequences", **engine.way)) as journal:
             if not staged.exists():
                 ensure_free(staging, layout.nbytes, f"Shard {output.stem}")
             elif journal.records:
                 log.info(
                     "Resuming %s: %d of %d sequences are there from before.",
-                    output.stem, len(journal.records), len(tokens),
+                    output.stem, len(_finished(journal)), len(tokens),
                 )  # fmt: skip
             with TensorFileWriter(staged, layout) as file:
                 log.info(
                     "%s: %d rows, %d tokens, %d bytes allocated.",
                     output.stem, rows, len(tokens.input_ids), layout.nbytes,
                 )  # fmt: skip
-                seconds, captured = _fill(
-                    _Writer(file, tokens, dtype), target, layers, batch_tokens, gpus, journal, output.stem
-                )
+                seconds, captured = _fill(_Writer(file, tokens, dtype), engine, journal, output.stem)
+            failed = _failed(tokens, journal)
+            _refuse_failures(output, failed, max_failed_rows)
         described = describe_file(staged)
         write_json(
             staging / sidecar.name,
@@ -157,6 +168,7 @@ def extract_shard(
                 "tokens": int(len(tokens.input_ids)),
                 **described,
                 "skipped": token_facts["skipped"],
+                "failed": failed,
                 "seconds": round(seconds, 3),
                 "tokens_per_second": round(captured / seconds, 1) if seconds else None,
                 "files": {output.name: described},
@@ -166,39 +178,67 @@ def extract_shard(
         log.info("Wrote %s: %d rows, %d tokens, %d bytes.", output, rows, len(tokens.input_ids), layout.nbytes)
 
 
-def _fill(
-    writer: _Writer,
-    target: TargetReference,
-    layers: list[int],
-    batch_tokens: int,
-    gpus: int,
-    journal: Journal,
-    name: str,
-) -> tuple[float, int]:
-    """Run the batches that the journal does not have; returns the seconds it took, and their tokens.
+def _finished(journal: Journal) -> frozenset[int]:
+    """Indices of the sequences that are written. Those that failed are tried again by the next job."""
+    return frozenset(record["sequence"] for record in journal.records if "failed" not in record)
+
+
+def _failed(tokens: TokenShard, journal: Journal) -> list[dict[str, Any]]:
+    """Sequences without states: their index, row and reason, in order."""
+    finished = _finished(journal)
+    reasons = {r["sequence"]: r["failed"] for r in journal.records if "failed" in r and r["sequence"] not in finished}
+    return [{"sequence": i, "row": int(tokens.row_ids[i]), "reason": reasons[i]} for i in sorted(reasons)]
+
+
+def _refuse_failures(output: Path, failed: list[dict[str, Any]], allowed: int) -> None:
+    rows = {entry["row"]: entry["reason"] for entry in failed}
+    for row, reason in list(rows.items())[:10]:
+        log.warning("row %d: %s", row, reason)
+    if len(rows) > allowed:
+        row, reason = next(iter(rows.items()))
+        raise EyasError(
+            f"{output.stem}: {len(rows)} row(s) have no hidden states, extraction.max_failed_rows allows {allowed};"
+            f" row {row}: {reason}"
+        )
+
+
+def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple[float, int]:
+    """Capture the sequences that the journal does not have; returns the seconds it took, and their tokens.
 
     The journal names a sequence by its index in the shard: a row's id may stand for several.
     """
-    from eyas.extraction.engines.transformers import capture_rows, check_head, plan_batches
-    from eyas.target.model import load_target
-
     tokens = writer.tokens
-    finished = {record["sequence"] for record in journal.records}
-    batches = plan_batches(tokens.lengths.tolist(), batch_tokens)
-    missing = [b for b in batches if not finished.issuperset(b)]
-    already = sum(int(tokens.lengths[i]) for b in batches if b not in missing for i in b)
+    lengths = tokens.lengths
+    finished = _finished(journal)
     writer.write_index()
-    if not missing:
+    if len(finished) == len(tokens):
         return 0.0, 0
-    model = load_target(target, gpus)
-    check_head(model)
+    already = sum(int(lengths[i]) for i in finished)
     progress = Progress(f"Hidden states {name}", len(tokens.input_ids), "tokens", already=already)
     sequences = [tokens.input_ids[a:b] for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
-    for captured in capture_rows(model, layers, sequences, missing):
-        for index, row in captured:
-            writer.write(index, row)
+    records: list[dict[str, Any]] = []
+    done = new = 0
+    noted = time.monotonic()
+
+    def note() -> None:
+        nonlocal done, noted
         writer.file.sync()  # states first, then the record that they are there
-        journal.append(*({"sequence": index} for index, _ in captured))
-        progress.advance(sum(len(row.target_token) for _, row in captured))
+        journal.append(*records)
+        journal.records += records
+        records.clear()
+        progress.advance(done)
+        done, noted = 0, time.monotonic()
+
+    for captured in engine.capture(name, sequences, finished):
+        for index, row in captured:
+            reason = writer.write(index, row)
+            row.release()
+            records.append({"sequence": index} if reason is None else {"sequence": index, "failed": reason})
+            if index not in finished:
+                done, new = done + int(lengths[index]), new + int(lengths[index])
+        if time.monotonic() - noted >= engine.journal_seconds:
+            note()
+    if records:
+        note()
     log.info("%s.", progress.line())
-    return progress.seconds, len(tokens.input_ids) - already
+    return progress.seconds, new

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -11,19 +10,12 @@ import numpy as np
 import torch
 
 from eyas.errors import EyasError
-from eyas.target.model import TargetModel
+from eyas.extraction.engines.base import Captured, CapturedRow
+from eyas.target.model import TargetModel, load_target
+from eyas.target.tokenizer import TargetReference
 
 # Tokens whose [tokens, vocabulary] logits are held at once for the argmax.
 _LOGIT_TOKENS = 1024
-
-
-@dataclass
-class CapturedRow:
-    """States of one row: `aux` [T, 3·H], `last` [T, H] (after the final norm), `target_token` int32 [T]."""
-
-    aux: torch.Tensor
-    last: torch.Tensor
-    target_token: np.ndarray
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -102,7 +94,7 @@ def check_head(target: TargetModel) -> None:
 @torch.inference_mode()
 def capture_rows(
     target: TargetModel, layers: Sequence[int], rows: Sequence[np.ndarray], batches: Sequence[Sequence[int]]
-) -> Iterator[list[tuple[int, CapturedRow]]]:
+) -> Iterator[list[tuple[int, Captured]]]:
     """Run each batch of `rows` (ids int32 [T]) and yield its captured rows with their indices.
 
     Rows are padded on the right: every position sees only those before it, so no state of a
@@ -116,7 +108,7 @@ def capture_rows(
                 ids[b, : len(rows[index])] = torch.from_numpy(np.array(rows[index], dtype=np.int64))
             last = target.decoder(input_ids=ids.to(target.device), use_cache=False).last_hidden_state
             aux = capture.aux()
-            result = []
+            result: list[tuple[int, Captured]] = []
             for b, index in enumerate(batch):
                 length = len(rows[index])
                 states = last[b, :length]
@@ -125,3 +117,35 @@ def capture_rows(
                     (index, CapturedRow(aux[b, :length].cpu(), states.cpu(), tokens.to("cpu", torch.int32).numpy()))
                 )
             yield result
+
+
+class TransformersEngine:
+    """Prefill in this process, in batches of at most `batch_tokens` padded tokens. The target is loaded once."""
+
+    journal_seconds = 0.0  # every batch
+
+    def __init__(self, target: TargetReference, layers: Sequence[int], batch_tokens: int, gpus: int) -> None:
+        self.target, self.layers, self.gpus = target, list(layers), gpus
+        self.batch_tokens = batch_tokens
+        self._model: TargetModel | None = None
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """Rows of other batches differ in their last bits: a shard is not resumed with another size."""
+        return {"batch_tokens": self.batch_tokens}
+
+    def capture(
+        self, name: str, sequences: Sequence[np.ndarray], finished: frozenset[int]
+    ) -> Iterator[list[tuple[int, Captured]]]:
+        """Batches that are not wholly among the `finished` indices; see `engines.base.Engine`."""
+        batches = plan_batches([len(ids) for ids in sequences], self.batch_tokens)
+        missing = [batch for batch in batches if not finished.issuperset(batch)]
+        if not missing:
+            return
+        if self._model is None:
+            self._model = load_target(self.target, self.gpus)
+            check_head(self._model)
+        yield from capture_rows(self._model, self.layers, sequences, missing)
+
+    def close(self) -> None:
+        self._model = None
