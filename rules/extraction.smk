@@ -1,34 +1,50 @@
 # Hidden states of the target, shard by shard, and the manifest over all of them.
 
+# A job makes one shard, or a range of shards where loading the target takes long.
+for JOB in PLAN.extraction_jobs:
 
-rule extract:
-    input:
-        tokens=f"{RUN}/tokens/{{shard}}.safetensors",
-        facts=f"{RUN}/tokens/{{shard}}.json",
-        target=ancient(PLAN.target_files),
-    output:
-        states=f"{RUN}/hidden_states/{{shard}}.safetensors",
-        facts=f"{RUN}/hidden_states/{{shard}}.json",
-    log:
-        f"{RUN}/logs/hidden_states/{{shard}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/hidden_states/{{shard}}.tsv"
-    conda:
-        "../workflow/envs/eyas.yaml"
-    threads: CONFIG.extraction.threads
-    resources:
-        gpu=CONFIG.extraction.gpu,
-        gpu_wanted=CONFIG.extraction.gpu,
-        batch_tokens=CONFIG.extraction.batch_tokens,
-    params:
-        version=PLAN.versions["hidden_states"],
-        settings=PLAN.extraction_settings,
-        target=TARGET,
-    shell:
-        'python "$EYAS_SCRIPTS"/extract.py --log {log:q} --label hidden_states/{wildcards.shard} --threads {threads} '
-        "--gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --tokens {input.tokens:q} "
-        "--target {params.target:q} --settings {params.settings:q} "
-        "--batch-tokens {resources.batch_tokens} --output {output.states:q}"
+    rule:
+        name:
+            JOB.name
+        input:
+            tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=JOB.shard_names),
+            facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=JOB.shard_names),
+            # Not for what it says: all tokens are counted then, and it is known whether the states fit on the disk.
+            statistics=ancient(f"{RUN}/tokens/statistics.json"),
+            target=ancient(PLAN.target_files),
+        output:
+            states=expand(f"{RUN}/hidden_states/{{shard}}.safetensors", shard=JOB.shard_names),
+            facts=expand(f"{RUN}/hidden_states/{{shard}}.json", shard=JOB.shard_names),
+        log:
+            f"{RUN}/logs/hidden_states/{JOB.log_name}.log",
+        benchmark:
+            f"{RUN}/benchmarks/hidden_states/{JOB.log_name}.tsv"
+        conda:
+            "../workflow/envs/eyas.yaml"
+        threads: CONFIG.extraction.threads
+        resources:
+            gpu=CONFIG.extraction.gpu,
+            gpu_wanted=CONFIG.extraction.gpu,
+            rows=JOB.rows,
+            total_rows=PLAN.rows,
+            batch_tokens=CONFIG.extraction.batch_tokens,
+            max_failed_rows=CONFIG.extraction.max_failed_rows,
+            sglang=PLAN.server_options,
+            server=PLAN.server_command,
+        params:
+            version=PLAN.versions["hidden_states"],
+            # A function: braces in it are not wildcards.
+            settings=lambda wildcards: PLAN.extraction_settings,
+            target=TARGET,
+            run=RUN,
+            shard_rows=CONFIG.data.shard_rows,
+        shell:
+            'python "$EYAS_SCRIPTS"/extract.py --log {log:q} --label hidden_states/{resources.rows} '
+            "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --run {params.run:q} "
+            "--rows {resources.rows} --total-rows {resources.total_rows} --shard-rows {params.shard_rows} "
+            "--target {params.target:q} --settings {params.settings:q} --batch-tokens {resources.batch_tokens} "
+            "--max-failed-rows {resources.max_failed_rows} --sglang {resources.sglang:q} "
+            "--server {resources.server:q}"
 
 
 rule write_manifest:

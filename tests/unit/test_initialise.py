@@ -15,9 +15,10 @@ import torch
 from drafter_reference import extracted, file_bytes, random_rows, save_llama
 from drafter_runs import DRAFT_VOCAB, OPEN, Run, make_run
 from eyas.drafter.checkpoint import Checkpoint, load_checkpoint
-from eyas.drafter.initialise import load_head, load_teacher_head, random_weights
+from eyas.drafter.initialise import random_weights
 from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
+from eyas.target.head import load_head, load_teacher_head
 from eyas.target.tokenizer import TargetReference
 from eyas.target.weights import StoredWeights, load_tensors
 from eyas.vocabulary.mapping import build_map

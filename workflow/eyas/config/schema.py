@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eyas.config.fields import Dtype, Name, Number, Strict, identity, runtime
 from eyas.config.responses import Endpoint, EndpointOptions, Responses
+from eyas.config.sglang import Sglang
 
 __all__ = ["Config", "Drafter", "Endpoint", "EndpointOptions", "PromptFiles", "Responses", "Training", "identity"]
 
@@ -123,8 +124,8 @@ class Tokenization(Strict):
 class Extraction(Strict):
     """Hidden states of the target, shard by shard."""
 
-    engine: Literal["transformers"] = "transformers"
-    """What runs the target's prefill."""
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """What runs the target's prefill: this process, or an SGLang server with the capture plugin."""
     layers: list[Annotated[int, Field(ge=0)]] | None = None
     """Three decoder layers (0-based, ascending) whose outputs the drafter reads.
     null takes [1, n//2 - 1, n - 4] for a target of n layers, and [0, n//2, n - 1] where these
@@ -132,11 +133,31 @@ class Extraction(Strict):
     dtype: Dtype = "bfloat16"
     """Stored precision of the states."""
     batch_tokens: int = runtime(4096, ge=1)
-    """Padded tokens in a prefill batch."""
+    """Padded tokens in a prefill batch (`engine: transformers`)."""
+    max_failed_rows: int = runtime(0, ge=0)
+    """Rows of a shard that may have no states (refused by the server, NaN) before the shard fails. They are
+    recorded with their reason and left out of training."""
+    shards_per_job: int | None = runtime(None, ge=1)
+    """Shards that one job makes, loading the target once; null takes 1 for `transformers`, and for `sglang`
+    all shards of a replica."""
+    replicas: int = runtime(1, ge=1)
+    """Servers side by side (`engine: sglang`): the shards are cut into so many jobs, each with `gpu` GPUs."""
+    sglang: Sglang = Sglang()
     threads: int = runtime(1, ge=1)
     """CPU threads of a job."""
     gpu: int = runtime(0, ge=0)
-    """GPUs of a job."""
+    """GPUs of a job (of each server, with `engine: sglang`)."""
+
+    @model_validator(mode="after")
+    def _whose(self) -> Extraction:
+        if self.engine == "transformers" and self.replicas > 1:
+            raise ValueError("replicas is for engine: sglang; with transformers, jobs run side by side by themselves")
+        if self.replicas > 1 and self.shards_per_job:
+            raise ValueError("replicas and shards_per_job both say how the shards are cut into jobs; delete one")
+        tp = self.sglang.tp
+        if self.engine == "sglang" and tp and self.gpu and self.gpu % tp:
+            raise ValueError(f"gpu {self.gpu} is no multiple of sglang.tp {tp}")
+        return self
 
     @field_validator("layers")
     @classmethod

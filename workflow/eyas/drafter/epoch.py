@@ -15,7 +15,6 @@ from torch import Tensor
 
 from eyas.drafter.checkpoint import METRICS, Checkpoint, build_drafter
 from eyas.drafter.dataset import Batch, HiddenStates, ahead
-from eyas.drafter.initialise import load_teacher_head
 from eyas.drafter.metrics import Metrics
 from eyas.drafter.objective import StepCounts
 from eyas.drafter.packing import epoch_batches, share_rows
@@ -33,6 +32,7 @@ from eyas.drafter.step import (
 from eyas.drafter.validation import validate
 from eyas.errors import EyasError
 from eyas.jobs import Progress
+from eyas.target.head import load_teacher_head
 from eyas.target.tokenizer import TargetReference
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from eyas.drafter.imported import import_drafter
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, require, require_target
+from eyas.target.head import embedding_and_head, load_head
 from eyas.target.model import config_hash
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.target.weights import load_tensors, stored_names
@@ -21,9 +22,6 @@ from eyas.vocabulary import VocabularyMap
 
 log = logging.getLogger(__name__)
 
-# Where targets keep their text decoder, and their head.
-_DECODERS = ("model.", "language_model.model.", "model.language_model.", "")
-_HEADS = ("lm_head.", "language_model.lm_head.")
 _PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
@@ -33,44 +31,6 @@ _NORMS_AROUND_ONE = {
     "gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "qwen3_next", "qwen3_5_text", "muse_glimmer_text",
     "muse_spark_text", "step3p5", "step3p7", "minimax_m3_vl_text",
 }  # fmt: skip
-
-
-def _embedding_and_head(target: TargetReference) -> tuple[str, str]:
-    """Stored names of the embedding and of the head (the same one where they are tied); raises EyasError."""
-    names = stored_names(target)
-
-    def find(stems: list[str]) -> str | None:
-        # By the stem: a quantised weight may have other names beside it only, and is refused as it is read.
-        return next((f"{stem}weight" for stem in stems if any(name.startswith(stem) for name in names)), None)
-
-    embedding, head = find([f"{prefix}embed_tokens." for prefix in _DECODERS]), find(list(_HEADS))
-    if embedding is None:
-        raise EyasError(f"target.path: no embedding (…embed_tokens.weight) among the weights of {target.path}")
-    if head is None and not getattr(text_config(target), "tie_word_embeddings", False):
-        raise EyasError(f"target.path: no head (lm_head.weight) among the weights of {target.path}")
-    return embedding, head or embedding
-
-
-def _load(target: TargetReference, name: str, dtype: torch.dtype | None = None, rows: Tensor | None = None) -> Tensor:
-    advice = "name a copy of the target whose embedding and head are not quantised"
-    found = load_tensors(target, [name], dtype, rows, advice)
-    if name not in found:
-        raise EyasError(f"target.path: no {name} among the weights of {target.path}")
-    return found[name]
-
-
-def load_head(target: TargetReference, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The target's embedding [V, Ht], in its stored dtype, and its head (its `rows`, or all: [D, Ht]), float32.
-
-    The embedding is memory-mapped. Raises EyasError where either is missing or quantised.
-    """
-    embedding, head = _embedding_and_head(target)
-    return _load(target, embedding), _load(target, head, torch.float32, rows)
-
-
-def load_teacher_head(target: TargetReference, rows: Tensor) -> Tensor:
-    """The `rows` (int64 [D]) of the target's head: float32 [D, Ht]. Reads nothing else; raises EyasError."""
-    return _load(target, _embedding_and_head(target)[1], torch.float32, rows)
 
 
 def random_weights(shape: DrafterShape, seed: int, embedding: bool = True) -> dict[str, Tensor]:
@@ -113,7 +73,7 @@ def _from_target_layer(
     layer = depth - 1 if layer is None else layer
     if not 0 <= layer < depth:
         raise EyasError(f"model.init_layer: {layer} is no layer of the target, whose layers are 0 to {depth - 1}")
-    decoder = _embedding_and_head(target)[0].removesuffix("embed_tokens.weight")
+    decoder = embedding_and_head(target)[0].removesuffix("embed_tokens.weight")
     prefix = f"{decoder}layers.{layer}."
     names = {name.removeprefix(prefix) for name in stored_names(target) if name.startswith(prefix)}
     places = {f"{part}.weight": f"midlayer.{part}.weight" for part in _PROJECTIONS} | _norm_places(names)

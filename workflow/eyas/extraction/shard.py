@@ -41,6 +41,11 @@ LAYER_CONVENTION = "output of decoder layer j (0-based); hidden_states[j + 1] of
 LAST_HIDDEN_STATE = "after_final_norm"
 
 
+def layers_of(target: TargetReference, layers: list[int] | None) -> list[int]:
+    """The configured layer ids, or the default ones of the target; raises EyasError."""
+    return default_layers(int(text_config(target).num_hidden_layers)) if layers is None else layers
+
+
 def is_finite(states: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite."""
     import torch
@@ -97,22 +102,23 @@ def extract_shard(
     gpus: int = 0,
     engine: Engine | None = None,
     max_failed_rows: int = 0,
+    staging_root: Path | None = None,
 ) -> None:
     """Write `output` (hidden states) and its `.json` sidecar for one shard of tokens.
 
     The file is allocated at full size before the target is loaded, so a full disk is an
     error at once. Rows are journalled as they are written; a killed job goes on with those
     that are missing, and ends with the same bytes. `layers` None takes the default ones; `engine` None is
-    transformers in this process, with `batch_tokens` and `gpus`.
+    transformers in this process, with `batch_tokens` and `gpus`. `staging_root`: the folder of `.staging`, if not
+    that of `output`.
     A row may come to several sequences (its id repeats in `row_ids`); each has its own states. One that
     has none for good stays zero in the file and is recorded under `failed`; more than
     `max_failed_rows` of them are an error. Raises EyasError.
     """
     from eyas.target.model import target_identity
 
-    config = text_config(target)
-    hidden_size = int(config.hidden_size)
-    layers = default_layers(int(config.num_hidden_layers)) if layers is None else layers
+    hidden_size = int(text_config(target).hidden_size)
+    layers = layers_of(target, layers)
     if engine is None:
         from eyas.extraction.engines.transformers import TransformersEngine
 
@@ -128,7 +134,7 @@ def extract_shard(
             return
         tokens = read_tokens(tokens_file)
         rows = len(np.unique(tokens.row_ids))
-        staging = output.parent / ".staging" / output.stem
+        staging = (staging_root or output.parent) / ".staging" / output.stem
         staged = staging / output.name
         layout = shard_layout(len(tokens.input_ids), len(tokens), hidden_size, dtype)
         if not staged.exists() or staged.stat().st_size != layout.nbytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from eyas.config import Config, PromptFiles, check_against_target, check_config, identity, read_target_sizes
 from eyas.conversations import count_records, expand
 from eyas.errors import EyasError
+from eyas.plan.extraction import ExtractionJob, extraction_jobs, server_command
 from eyas.shards import shards_of
 from eyas.target.files import MODEL_FILES, TOKENIZER_FILES
 from eyas.versions import VERSIONS
@@ -106,7 +108,27 @@ class RunPlan:
 
     @property
     def extraction_settings(self) -> str:
-        return _json(identity(self.config.extraction))
+        settings = identity(self.config.extraction)
+        if self.config.extraction.engine != "sglang":
+            del settings["sglang"]
+        return _json(settings)
+
+    @property
+    def extraction_jobs(self) -> list[ExtractionJob]:
+        return extraction_jobs(self.config, shards_of(self.rows, self.config.data.shard_rows))
+
+    @property
+    def server_options(self) -> str:
+        """How the server is reached or kept: for a resource, since it re-runs nothing."""
+        extraction = self.config.extraction
+        return _json(extraction.sglang.options()) if extraction.engine == "sglang" else "none"
+
+    @property
+    def server_command(self) -> str:
+        """The server that an extraction job starts, as a shell would take it; `none` where it starts none."""
+        extraction = self.config.extraction
+        starts = extraction.engine == "sglang" and extraction.sglang.url is None
+        return shlex.join(server_command(self.config)) if starts else "none"
 
     @property
     def evaluation_settings(self) -> str:

@@ -1,0 +1,72 @@
+"""Extraction through SGLang: where the server is, or how it is started."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, model_validator
+
+from eyas.config.fields import Number, Strict, runtime
+
+
+class Sglang(Strict):
+    """A server with the capture plugin: one that runs already, or one that each extraction job starts."""
+
+    url: str | None = runtime(None, pattern=r"^https?://[^\s@/]+/?$")
+    """Address of a running server on this machine (its EYAS_CAPTURE_DIR is `dump_folder`); null starts one in
+    each job."""
+    api_key_env: str | None = runtime(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Name of the environment variable that holds the running server's key; null sends none."""
+    python: str = runtime("python", min_length=1)
+    """Python of the environment that has SGLang and the capture plugin."""
+    tp: int | None = runtime(None, ge=1)
+    """Processes that share the target (tensor parallel); null takes `extraction.gpu`, at least 1."""
+    quantization: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
+    """How SGLang computes the target (`--quantization`); null leaves it to the target's config.json."""
+    mem_fraction: Number | None = runtime(None, gt=0, lt=1)
+    """Share of the memory for weights and cache (`--mem-fraction-static`); null leaves it to SGLang."""
+    chunked_prefill: int | None = runtime(None, ge=16)
+    """Tokens of a prefill batch (`--chunked-prefill-size`); null leaves it to SGLang."""
+    extra_args: list[str] = []
+    """More arguments of the server."""
+    environment: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = runtime({})
+    """More environment variables of the server. No secrets: they are shown with the command."""
+    dump_folder: str = runtime("/dev/shm", min_length=1)
+    """A folder in memory (tmpfs) through which states come; each job makes its own inside, unless `url` is set."""
+    dump_gb: Number = runtime(8.0, gt=0)
+    """Most gigabytes of states that wait there; never more than 80% of what is free."""
+    concurrency: int = runtime(64, ge=1, le=1024)
+    """Rows at the server at once."""
+    timeout_seconds: Number = runtime(600.0, gt=0)
+    """Longest wait for a row."""
+    max_tries: int = runtime(4, ge=1)
+    """Tries of a row before it counts as failed."""
+    start_minutes: Number = runtime(60.0, gt=0)
+    """How long the server may take until it answers."""
+    restarts: int = runtime(3, ge=0)
+    """How often a job starts its server again when it dies."""
+    outage_minutes: Number = runtime(10.0, ge=0)
+    """How long to wait for a running server (`url`) that does not answer, before the job stops."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sglang:
+        if self.url and (self.extra_args or self.quantization):
+            raise ValueError("url is a running server, which extra_args and quantization do not reach; delete them")
+        taken = [a for a in self.extra_args if a.split("=")[0] in TAKEN]
+        if taken:
+            raise ValueError(f"extra_args: {taken[0]} is set by Eyas; delete it")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What the collector and the server's keeper need, for a job's command line."""
+        return self.model_dump(mode="json")
+
+
+# Arguments that Eyas gives itself: the capture rests on them, or a key of the configuration sets them.
+TAKEN = frozenset((
+    "--model-path", "--model", "--host", "--port", "--api-key", "--config", "--tp", "--tp-size",
+    "--tensor-parallel-size", "--dtype", "--quantization", "--mem-fraction-static", "--chunked-prefill-size",
+    "--disable-radix-cache", "--speculative-algorithm", "--speculative-algo", "--enable-return-aux-hidden-states",
+    "--return-aux-hidden-state-layer-ids", "--enable-return-hidden-states", "--skip-server-warmup", "--pp",
+    "--pp-size", "--pipeline-parallel-size", "--enable-two-batch-overlap", "--revision", "--trust-remote-code",
+))  # fmt: skip

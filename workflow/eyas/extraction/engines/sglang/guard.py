@@ -1,0 +1,112 @@
+"""Keeps a server from outliving its job. Standard library only; run as `python guard.py -- COMMAND…`.
+
+The job holds the other end of this process's standard input. When that closes, however the job ended, or when a
+signal comes, the server and everything it started are ended: SIGTERM, then SIGKILL. When the server ends by itself,
+what it left is ended and its exit code passed on. Should this process be killed, the kernel kills the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+def _prctl(option: int, value: int) -> None:
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass  # not Linux
+
+
+def _descendants(root: int) -> list[int]:
+    """Processes below `root`: orphans come to us, because this process adopts them."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(name))
+            except (OSError, IndexError, ValueError):
+                continue
+    found, waiting = [], [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _signal_all(number: int) -> bool:
+    """Send a signal to everything below; returns whether anything lives."""
+    alive = False
+    for process in _descendants(os.getpid()):
+        try:
+            os.kill(process, number)
+            alive = True
+        except ProcessLookupError:
+            continue
+    return alive
+
+
+def end_all(grace: float) -> None:
+    """End everything below this process."""
+    deadline = time.monotonic() + grace
+    if _signal_all(signal.SIGTERM):
+        while time.monotonic() < deadline and _descendants(os.getpid()):
+            _reap()
+            time.sleep(0.05)
+    while _descendants(os.getpid()):
+        _signal_all(signal.SIGKILL)
+        _reap()
+        time.sleep(0.02)
+
+
+def main(command: list[str]) -> int:
+    """Run the command until it ends or the job does; returns the exit code."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    asked, told = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.write(told, b"x") and None)
+    here = os.getpid()
+
+    def below() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != here:  # killed in between
+            os._exit(1)
+
+    try:
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=below, pass_fds=()
+        )
+    except OSError as exc:
+        print(f"{command[0]}: cannot be started ({exc.strerror})", file=sys.stderr, flush=True)
+        return 127
+    while server.poll() is None:
+        ready, _, _ = select.select([0, asked], [], [], 0.2)
+        if asked in ready or (0 in ready and not os.read(0, 4096)):
+            end_all(_GRACE)
+            return 0
+    code = server.returncode
+    end_all(2.0)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[sys.argv.index("--") + 1 :]))

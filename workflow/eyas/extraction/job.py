@@ -1,0 +1,89 @@
+"""One extraction job: a range of shards with the target loaded once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import closing
+from pathlib import Path
+
+from eyas.errors import EyasError
+from eyas.extraction.engines.base import Engine
+from eyas.extraction.shard import extract_shard
+from eyas.shards import Shard, checksum, read_json, shards_of, write_lock
+from eyas.shards.files import sync_folder
+from eyas.target.tokenizer import TargetReference
+
+log = logging.getLogger(__name__)
+
+FINISHED = ".finished"
+
+
+def extract_rows(
+    run: Path, rows: Shard, total_rows: int, shard_rows: int, target: TargetReference, layers: list[int], dtype: str,
+    engine: Engine, max_failed_rows: int,
+) -> None:  # fmt: skip
+    """Write the hidden states of all shards of a run that lie in `rows`; raises EyasError.
+
+    Several shards are finished one by one in `hidden_states/.finished`, where a failure of the job does not reach
+    them (Snakemake deletes the outputs of a failed job, and all outputs of a job before it runs again), and linked
+    to their places at the end. The links there stay: they take no room, and when a shard is deleted, the job
+    that runs again makes that one alone.
+    """
+    folder = run / "hidden_states"
+    shards = [
+        shard for shard in shards_of(total_rows, shard_rows) if shard.start >= rows.start and shard.end <= rows.end
+    ]
+    if not shards or (shards[0].start, shards[-1].end) != (rows.start, rows.end):
+        raise EyasError(f"--rows {rows.name}: not a range of shards of {shard_rows} of {total_rows} rows")
+    with closing(engine):
+        if len(shards) == 1:
+            extract_shard(
+                _tokens(run, shards[0]), folder / f"{rows.name}.safetensors", target, layers, dtype, engine=engine,
+                max_failed_rows=max_failed_rows,
+            )  # fmt: skip
+            return
+        kept = folder / FINISHED
+        with write_lock(folder / f"{rows.name}.job"):
+            _drop_damaged(kept, rows, shards)
+            for shard in shards:
+                extract_shard(
+                    _tokens(run, shard), kept / f"{shard.name}.safetensors", target, layers, dtype, engine=engine,
+                    max_failed_rows=max_failed_rows, staging_root=folder,
+                )  # fmt: skip
+            _link(kept, folder, rows, shards)
+
+
+def _tokens(run: Path, shard: Shard) -> Path:
+    return run / "tokens" / f"{shard.name}.safetensors"
+
+
+def _drop_damaged(kept: Path, rows: Shard, shards: list[Shard]) -> None:
+    """After the job had ended well: somebody deleted a shard, perhaps because its contents were damaged."""
+    marker = kept / f"{rows.name}.linked"
+    if not marker.exists():
+        return
+    for shard in shards:
+        path = kept / f"{shard.name}.safetensors"
+        if not path.with_suffix(".json").exists():
+            continue
+        facts = read_json(path.with_suffix(".json"), "shard sidecar")
+        if not path.exists() or checksum(path) != facts.get("checksum"):
+            log.warning("%s is damaged; making it again.", path)
+            path.with_suffix(".json").unlink()
+            path.unlink(missing_ok=True)
+    marker.unlink()
+
+
+def _link(kept: Path, folder: Path, rows: Shard, shards: list[Shard]) -> None:
+    for shard in shards:
+        for suffix in (".safetensors", ".json"):  # the sidecar last
+            source, final = (place / f"{shard.name}{suffix}" for place in (kept, folder))
+            final.unlink(missing_ok=True)
+            try:
+                os.link(source, final)
+            except OSError:  # a file system without hard links
+                os.replace(source, final)
+            os.utime(final)
+    sync_folder(folder)
+    (kept / f"{rows.name}.linked").touch()
