@@ -393,6 +393,9 @@ class Failing:
         for batch in self.inner.capture(name, sequences, finished):
             yield [(i, FailedRow("no luck") if i in self.bad else row) for i, row in batch]
 
+    def begin(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

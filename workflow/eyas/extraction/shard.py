@@ -220,6 +220,7 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
     if len(finished) == len(tokens):
         return 0.0, 0
     already = sum(int(lengths[i]) for i in finished)
+    engine.begin()
     progress = Progress(f"Hidden states {name}", len(tokens.input_ids), "tokens", already=already)
     sequences = [tokens.input_ids[a:b] for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
     records: list[dict[str, Any]] = []

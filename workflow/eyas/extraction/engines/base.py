@@ -46,6 +46,9 @@ class Engine(Protocol):
     def way(self) -> dict[str, Any]:
         """What a shard that is resumed must have been begun with."""
 
+    def begin(self) -> None:
+        """Load the target, or start its server, where that is not done yet: nothing that counts as speed."""
+
     def capture(
         self, name: str, sequences: Sequence[np.ndarray], finished: frozenset[int]
     ) -> Iterator[list[tuple[int, Captured]]]:

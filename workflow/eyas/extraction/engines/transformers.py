@@ -134,18 +134,21 @@ class TransformersEngine:
         """Rows of other batches differ in their last bits: a shard is not resumed with another size."""
         return {"batch_tokens": self.batch_tokens}
 
+    def begin(self) -> None:
+        if self._model is None:
+            self._model = load_target(self.target, self.gpus)
+            check_head(self._model)
+
     def capture(
         self, name: str, sequences: Sequence[np.ndarray], finished: frozenset[int]
     ) -> Iterator[list[tuple[int, Captured]]]:
         """Batches that are not wholly among the `finished` indices; see `engines.base.Engine`."""
         batches = plan_batches([len(ids) for ids in sequences], self.batch_tokens)
         missing = [batch for batch in batches if not finished.issuperset(batch)]
-        if not missing:
-            return
-        if self._model is None:
-            self._model = load_target(self.target, self.gpus)
-            check_head(self._model)
-        yield from capture_rows(self._model, self.layers, sequences, missing)
+        if missing:
+            self.begin()
+            assert self._model
+            yield from capture_rows(self._model, self.layers, sequences, missing)
 
     def close(self) -> None:
         self._model = None

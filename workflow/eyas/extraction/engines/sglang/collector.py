@@ -104,7 +104,6 @@ class Collector:
 
     def capture(self, sequences: Sequence[np.ndarray], missing: Sequence[int]) -> Iterator[list[tuple[int, Captured]]]:
         """States of the `missing` sequences (by index), as they come."""
-        self.server.start()
         stopped = threading.Event()
         waiting = list(missing)[::-1]
         running: dict[Future[Captured | None], int] = {}

@@ -64,9 +64,11 @@ class SglangEngine:
     ) -> Iterator[list[tuple[int, Captured]]]:
         missing = [index for index in range(len(sequences)) if index not in finished]
         if missing:
-            yield from self._begin().capture(sequences, missing)
+            self.begin()
+            assert self._collector
+            yield from self._collector.capture(sequences, missing)
 
-    def _begin(self) -> Collector:
+    def begin(self) -> None:
         if self._collector is None:
             options = self._options
             self._dumps = dumps = DumpFolder(Path(options["dump_folder"]), own=self._command is not None)
@@ -81,7 +83,8 @@ class SglangEngine:
                 self._server, dumps, shape, head, options["concurrency"], options["max_tries"],
                 int(options["dump_gb"] * 1e9),
             )  # fmt: skip
-        return self._collector
+        assert self._server
+        self._server.start()
 
     def _item_bytes(self) -> int:
         return 4 if self._target.dtype == "float32" else 2

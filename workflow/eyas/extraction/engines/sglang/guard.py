@@ -78,13 +78,42 @@ def end_all(grace: float) -> None:
         time.sleep(0.02)
 
 
+def _is_mapped(path: str) -> bool:
+    """Whether a living process has the file in its memory."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/maps", encoding="utf-8", errors="replace") as file:
+                    if path in file.read():
+                        return True
+            except OSError:
+                continue
+    return False
+
+
+def clean_shared_memory(since: float) -> None:
+    """Delete what a killed SGLang leaves in /dev/shm: files made since its start that nobody uses."""
+    try:
+        entries = list(os.scandir("/dev/shm"))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.startswith(("sglang_loads_", "sgl_shm_mq_")):
+            try:
+                facts = entry.stat(follow_symlinks=False)
+                if facts.st_uid == os.getuid() and facts.st_ctime >= since and not _is_mapped(entry.path):
+                    os.unlink(entry.path)
+            except OSError:
+                continue
+
+
 def main(command: list[str]) -> int:
     """Run the command until it ends or the job does; returns the exit code."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     asked, told = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: os.write(told, b"x") and None)
-    here = os.getpid()
+    here, started = os.getpid(), time.time() - 1.0
 
     def below() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -102,9 +131,11 @@ def main(command: list[str]) -> int:
         ready, _, _ = select.select([0, asked], [], [], 0.2)
         if asked in ready or (0 in ready and not os.read(0, 4096)):
             end_all(_GRACE)
+            clean_shared_memory(started)
             return 0
     code = server.returncode
     end_all(2.0)
+    clean_shared_memory(started)
     return code if code >= 0 else 128 - code
 
 
