@@ -55,7 +55,7 @@ class Capture:
             result.copy_done.synchronize()
         aux, last = output.hidden_states, getattr(output, "last_hidden_states", None)
         offset, complete, started = 0, [], time.monotonic()
-        for req, start, length in zip(batch.reqs, batch.prefix_lens, lengths):
+        for req, start, length in zip(batch.reqs, batch.prefix_lens, lengths, strict=False):
             begin, offset = offset, offset + length
             if not is_ours(req.rid) or req.is_retracted or req.finished():
                 continue
