@@ -11,10 +11,10 @@ import numpy as np
 
 from eyas.config import default_layers
 from eyas.errors import EyasError
+from eyas.extraction.layout import FORMAT_VERSION, shard_layout
 from eyas.jobs import Progress
 from eyas.shards import (
     Journal,
-    Layout,
     TensorFileWriter,
     describe_file,
     ensure_free,
@@ -27,30 +27,13 @@ from eyas.shards import (
 from eyas.shards.files import publish, remove_folder
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
-from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = VERSIONS["hidden_states"]
+__all__ = ["FORMAT_VERSION", "LAST_HIDDEN_STATE", "LAYER_CONVENTION", "extract_shard", "shard_layout"]
+
 LAYER_CONVENTION = "output of decoder layer j (0-based); hidden_states[j + 1] of transformers"
 LAST_HIDDEN_STATE = "after_final_norm"
-_STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
-
-def shard_layout(tokens: int, sequences: int, hidden_size: int, dtype: str) -> Layout:
-    """Places of all tensors of a shard; its size is known before any state is."""
-    stored = _STORED[dtype]
-    return Layout.of(
-        {
-            "aux_hidden_states": (stored, (tokens, 3 * hidden_size)),
-            "last_hidden_state": (stored, (tokens, hidden_size)),
-            "input_ids": ("I32", (tokens,)),
-            "target_token": ("I32", (tokens,)),
-            "offsets": ("I64", (sequences + 1,)),
-            "row_ids": ("I64", (sequences,)),
-        },
-        {"format": "eyas.hidden_states", "version": str(FORMAT_VERSION)},
-    )
 
 
 @dataclass
