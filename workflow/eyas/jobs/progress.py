@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from eyas.jobs.heartbeat import report
+
 log = logging.getLogger(__name__)
 
 _BAR = 20
@@ -28,10 +30,12 @@ class Progress:
         self.what, self.total, self.unit, self.interval = what, total, unit, interval
         self.done = self.already = already
         self.started = self.logged = time.monotonic()
+        report(what, unit, already, total, 0)
 
     def advance(self, done: float, note: str = "") -> None:
         """Add finished work; `note` ends the line."""
         self.done += done
+        report(self.what, self.unit, self.done, self.total, done)
         if time.monotonic() - self.logged >= self.interval:
             self.logged = time.monotonic()
             log.info("%s", self.line(note))
