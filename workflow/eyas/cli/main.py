@@ -44,6 +44,23 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
+def _status(args: argparse.Namespace) -> int:
+    from eyas.cli.status import show, watch
+    from eyas.status import collect, find_status_run
+
+    run = find_status_run(args.run, Path(args.results))
+    if args.watch is not None:
+        return watch(run, args.watch, args.json)
+    return show(collect(run), args.json)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86_400:
+        raise ValueError(text)
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eyas",
@@ -74,6 +91,22 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--results", help="folder of the runs (default: as the configuration says)")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(work=_plan)
+
+    status = commands.add_parser(
+        "status",
+        help="what a run is doing, and whether it still is",
+        description="Stages, shards, rows inside unfinished shards, tokens and their speed, time left, bytes,"
+        " heartbeats of the jobs, last errors, and a verdict: not started, running, stalled, failed or complete."
+        " Exit code 0, or 1 when the run is stalled or has failed.",
+    )
+    status.add_argument("run", nargs="?", help="name of the run, or its folder (default: the one started last)")
+    status.add_argument("--results", default="results", help="folder of the runs (default: results)")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument(
+        "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS",
+        help="show it again every so many seconds (default: 2) until it is complete or has failed",
+    )  # fmt: skip
+    status.set_defaults(work=_status)
 
     verify = commands.add_parser(
         "verify",
