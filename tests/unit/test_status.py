@@ -44,7 +44,7 @@ class Run:
             "pid": pid or os.getpid(), "host": socket.gethostname(), "started": started or time.time() - 5000,
             "outcome": outcome,
         }  # fmt: skip
-        put(self.folder / ".jobs" / "run.json", values | more)
+        put(self.folder / "logs" / "jobs" / "run.json", values | more)
 
     def prompts(self) -> None:
         put(self.folder / "prompts" / "index.json", {"rows": self.rows, "shard_rows": self.shard_rows})
@@ -104,12 +104,12 @@ class Run:
             "done": 90, "total": 700, "counted": 90, "counting_since": now - 30, "changed": now,
             "samples": [[now - 60, 0], [now - 30, 30], [now, 90]],
         }  # fmt: skip
-        put(self.folder / ".jobs" / f"{label.replace('/', '+')}.json", values | more)
+        put(self.folder / "logs" / "jobs" / f"{label.replace('/', '+')}.json", values | more)
 
     def failure(self, label: str = "hidden_states/rows_10-20", ago: float = 10.0, line: str = "no room") -> None:
         log = str(self.folder / "logs" / f"{label}.log")
         put(
-            self.folder / ".jobs" / f"{label.replace('/', '+')}.failed.json",
+            self.folder / "logs" / "jobs" / f"{label.replace('/', '+')}.failed.json",
             {"label": label, "stage": stage_of(label), "log": log, "line": line, "time": time.time() - ago},
         )
 
@@ -346,7 +346,7 @@ def test_command(half: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     ):
         assert words in re.sub(r"\s+", " ", text)
     assert len(text.splitlines()) < 40
-    (half.folder / ".jobs" / "hidden_states+rows_10-20.failed.json").unlink()
+    (half.folder / "logs" / "jobs" / "hidden_states+rows_10-20.failed.json").unlink()
     assert {p: p.stat().st_mtime_ns for p in half.folder.rglob("*") if p.is_file()} == {
         p: at for p, at in before.items() if p.is_file()
     }
@@ -378,13 +378,13 @@ def test_damaged_files_are_passed_over(half: Run) -> None:
     half.record()
     half.beat()
     for name in ("x.json", "y.failed.json"):
-        (half.folder / ".jobs" / name).write_text('{"label": 3')
+        (half.folder / "logs" / "jobs" / name).write_text('{"label": 3')
     (half.folder / "hidden_states" / "rows_20-30.json").write_text("[1")
     (half.folder / "tokens" / "rows_20-30.json").write_text("")
     (half.folder / "tokens" / "rows_10-20.safetensors").write_bytes(b"")
     found = half.status
     assert found.verdict.word == "running" and found.states.shards_done == 1 and not found.states.exact
-    (half.folder / ".jobs" / "run.json").write_text("{}")
+    (half.folder / "logs" / "jobs" / "run.json").write_text("{}")
     assert half.status.states.shards == 4  # from the index of the prompts
 
 
@@ -409,7 +409,7 @@ def test_a_hundred_thousand_rows_in_under_a_second(
         best = min(best, time.process_time() - started)
     assert best < 1.0
     assert found.states.shards_done == len(run.shards) // 2 and found.states.rows_done == 50_000
-    assert set(listed) <= {".jobs", "drafters", "small"}
+    assert set(listed) <= {"jobs", "drafters", "small"}
 
 
 # ---- heartbeats of real processes
@@ -448,7 +448,7 @@ def start(run: Path, do: str) -> subprocess.Popen:
 
 
 def files(run: Path) -> list[str]:
-    return sorted(p.name for p in (run / ".jobs").iterdir())
+    return sorted(p.name for p in (run / "logs" / "jobs").iterdir())
 
 
 def test_heartbeat_of_a_job_that_is_killed(half: Run) -> None:
@@ -495,8 +495,8 @@ def test_a_failure_is_recorded_until_the_job_ends_well(run: Run, do: str, code: 
 
 
 def test_a_heartbeat_that_cannot_be_written_harms_nothing(run: Run) -> None:
-    run.folder.mkdir(parents=True)
-    (run.folder / ".jobs").write_text("a file where the folder should be")
+    (run.folder / "logs").mkdir(parents=True)
+    (run.folder / "logs" / "jobs").write_text("a file where the folder should be")
     job = start(run.folder, "nothing")
     _, errors = job.communicate()
     assert job.returncode == 0 and "Done in" in errors and "Traceback" not in errors

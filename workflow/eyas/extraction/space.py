@@ -217,7 +217,7 @@ def recorded_space(run_folder: Path) -> SpacePlan | None:
     try:
         return plan_space(run_folder, record["rows"], record["shard_rows"], width, record["dtype"])
     except (KeyError, TypeError) as exc:
-        raise EyasError(f"{run_folder / '.jobs/run.json'}: damaged ({exc!r}); name the --configfile") from None
+        raise EyasError(f"{run_folder / 'logs/jobs/run.json'}: damaged ({exc!r}); name the --configfile") from None
 
 
 def _existing(folder: Path) -> Path:

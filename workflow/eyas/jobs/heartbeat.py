@@ -1,7 +1,7 @@
 """Signs of life of a running job, for `eyas status`: a small file that is written anew every few seconds.
 
-`{run}/.jobs/{job}.json` is there while the job runs, and stays when it is killed: its age and its
-process then tell the story. `{run}/.jobs/{job}.failed.json` says why the last attempt failed; the next
+`{run}/logs/jobs/{job}.json` is there while the job runs, and stays when it is killed: its age and its
+process then tell the story. `{run}/logs/jobs/{job}.failed.json` says why the last attempt failed; the next
 one that ends well removes it. Nothing here ever stops a job: a disk that is full or read-only
 leaves the file old.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from eyas.jobs.processes import this_process
 
-FOLDER = ".jobs"
+FOLDER = "logs/jobs"
 FAILED = ".failed.json"
 INTERVAL = 5.0  # seconds
 _WINDOW = 70.0  # seconds of samples that are kept, for rates over the last minute
@@ -120,7 +120,7 @@ class Heartbeat:
         )  # fmt: skip
 
     def _write(self, path: Path, values: dict[str, Any]) -> None:
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial = path.with_name(f".{path.name}.partial")
         try:
             self.folder.mkdir(exist_ok=True, parents=True)
             partial.write_text(json.dumps(values), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`.jobs/run.json`: what the run at hand consists of and which Snakemake works on it, for `eyas plan` and `status`."""
+"""`logs/jobs/run.json`: what the run at hand consists of and which Snakemake works on it, for `eyas status`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eyas.errors import EyasError
 from eyas.jobs.processes import this_process
 from eyas.plan.run import RunPlan
 
-RECORD = ".jobs/run.json"
+RECORD = "logs/jobs/run.json"
 
 
 def target_width(plan: RunPlan) -> int | None:
@@ -59,7 +59,7 @@ def end_record(plan: RunPlan, outcome: str) -> None:
 
 def _write(folder: Path, values: dict[str, Any]) -> None:
     path = folder / RECORD
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

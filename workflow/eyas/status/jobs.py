@@ -1,4 +1,4 @@
-"""Jobs that run, were killed or failed, by the files that they leave in `.jobs`."""
+"""Jobs that run, were killed or failed, by the files that they leave in `logs/jobs`."""
 
 from __future__ import annotations
 
