@@ -62,4 +62,4 @@ def test_a_job_that_fails(workdir: Workdir, capsys: pytest.CaptureFixture[str]) 
     assert workdir.snakemake("results/tiny/prompts/index.json").code == 1
     status = ask(capsys, "status", workdir)
     assert (status["verdict"], status["job"]) == ("failed", "prompts")
-    assert "prompts.jsonl" in status["text"] and status["log"].endswith("logs/prompts.log")
+    assert "bad record(s)" in status["text"] and status["log"].endswith("logs/prompts.log")
