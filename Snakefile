@@ -11,7 +11,8 @@ from snakemake.exceptions import WorkflowError
 sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from eyas.errors import EyasError
-from eyas.plan import WorkingFolder, is_dry_run, plan_run, prepare_environment
+from eyas.extraction.space import describe, run_space
+from eyas.plan import WorkingFolder, begin_record, end_record, is_dry_run, plan_run, prepare_environment
 
 prepare_environment(Path(workflow.basedir))
 
@@ -77,14 +78,21 @@ onstart:
     # Another run that was just ending may have had it in the moment when this one began.
     if workflow.is_main_process:
         WORKING_FOLDER.hold(patience=30)
+        begin_record(PLAN)
+        try:
+            print(*describe(run_space(PLAN)), sep="\n", file=sys.stderr)
+        except EyasError as exc:  # the job that needs what is damaged will stop at it
+            print(f"The space of the hidden states cannot be told: {exc}", file=sys.stderr)
 
 
 onsuccess:
+    end_record(PLAN, "succeeded")
     if os.path.isfile(f"{RUN}/summary.txt"):
         print(Path(f"{RUN}/summary.txt").read_text(encoding="utf-8"), file=sys.stderr)
 
 
 onerror:
+    end_record(PLAN, "failed")
     print(
         "Finished work is kept: when the cause is mended, run the same command again and it goes on from here.",
         file=sys.stderr,

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "workflow" / "eyas"
 # top to bottom, as in docs/decisions.md
 ROOMS = [
     "errors", "versions", "config", "shards", "devices", "jobs", "target", "conversations", "plan", "regeneration",
-    "tokenization", "extraction", "vocabulary", "drafter", "decoding", "export", "summary", "report", "cli",
+    "tokenization", "extraction", "vocabulary", "drafter", "decoding", "export", "summary", "report", "status", "cli",
 ]  # fmt: skip
 
 

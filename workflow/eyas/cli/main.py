@@ -35,6 +35,32 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from eyas.cli.plan import space_for
+    from eyas.extraction.space import describe
+
+    plan = space_for(args.run, args.configfile, args.results)
+    print(json.dumps(plan.as_json(), indent=1) if args.json else "\n".join(describe(plan)))
+    return 0 if plan.fits else 1
+
+
+def _status(args: argparse.Namespace) -> int:
+    from eyas.cli.status import show, watch
+    from eyas.status import collect, find_status_run
+
+    run = find_status_run(args.run, Path(args.results))
+    if args.watch is not None:
+        return watch(run, args.watch, args.json)
+    return show(collect(run), args.json)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86_400:
+        raise ValueError(text)
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eyas",
@@ -52,6 +78,35 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--results", default="results", help="folder of the runs (default: results)")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(work=_doctor)
+
+    plan = commands.add_parser(
+        "plan",
+        help="what a run's hidden states take on the disk",
+        description="Rows, tokens, bytes of the hidden states, what is left to write and what is free. Exact as soon as"
+        " the rows are tokenized, and before the first state is computed."
+        " Exit code 0 when it fits, 1 when it does not, 2 when the configuration cannot be used.",
+    )
+    plan.add_argument("run", nargs="?", help="name or folder of a run that was started (default: the configuration's)")
+    plan.add_argument("--configfile", help="the configuration (default: the run's own record, or config/config.yaml)")
+    plan.add_argument("--results", help="folder of the runs (default: as the configuration says)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(work=_plan)
+
+    status = commands.add_parser(
+        "status",
+        help="what a run is doing, and whether it still is",
+        description="Stages, shards, rows inside unfinished shards, tokens and their speed, time left, bytes,"
+        " heartbeats of the jobs, last errors, and a verdict: not started, running, stalled, failed or complete."
+        " Exit code 0, or 1 when the run is stalled or has failed.",
+    )
+    status.add_argument("run", nargs="?", help="name of the run, or its folder (default: the one started last)")
+    status.add_argument("--results", default="results", help="folder of the runs (default: results)")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument(
+        "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS",
+        help="show it again every so many seconds (default: 2) until it is complete or has failed",
+    )  # fmt: skip
+    status.set_defaults(work=_status)
 
     verify = commands.add_parser(
         "verify",

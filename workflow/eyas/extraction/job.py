@@ -10,9 +10,10 @@ from pathlib import Path
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Engine
 from eyas.extraction.shard import extract_shard
+from eyas.extraction.space import Need, describe, plan_space, require_space
 from eyas.shards import Shard, checksum, read_json, shards_of, write_lock
 from eyas.shards.files import sync_folder
-from eyas.target.tokenizer import TargetReference
+from eyas.target.tokenizer import TargetReference, text_config
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ def extract_rows(
     ]
     if not shards or (shards[0].start, shards[-1].end) != (rows.start, rows.end):
         raise EyasError(f"--rows {rows.name}: not a range of shards of {shard_rows} of {total_rows} rows")
+    hidden_size = int(text_config(target).hidden_size)
+    more = [Need("dumps", *engine.dumps)] if engine.dumps else []
+    space = plan_space(run, total_rows, shard_rows, hidden_size, dtype, more)
+    for line in describe(space):
+        log.info("%s", line)
+    if space.exact:
+        require_space(space)
     with closing(engine):
         if len(shards) == 1:
             extract_shard(

@@ -14,7 +14,7 @@ from eyas.config import default_layers
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Captured, Engine, FailedRow
 from eyas.extraction.layout import FORMAT_VERSION, shard_layout
-from eyas.jobs import Progress
+from eyas.jobs import BatchProgress
 from eyas.shards import (
     Journal,
     TensorFileWriter,
@@ -39,6 +39,7 @@ __all__ = ["FORMAT_VERSION", "LAST_HIDDEN_STATE", "LAYER_CONVENTION", "extract_s
 
 LAYER_CONVENTION = "output of decoder layer j (0-based); hidden_states[j + 1] of transformers"
 LAST_HIDDEN_STATE = "after_final_norm"
+_LOG_SECONDS = 2.0
 
 
 def layers_of(target: TargetReference, layers: list[int] | None) -> list[int]:
@@ -221,20 +222,22 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
         return 0.0, 0
     already = sum(int(lengths[i]) for i in finished)
     engine.begin()
-    progress = Progress(f"Hidden states {name}", len(tokens.input_ids), "tokens", already=already)
+    progress = BatchProgress(
+        f"Hidden states {name}", len(tokens.input_ids), writer.file.layout.nbytes, already, len(finished), _LOG_SECONDS
+    )
     sequences = [tokens.input_ids[a:b] for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
     records: list[dict[str, Any]] = []
-    done = new = 0
+    done = count = new = 0
     noted = time.monotonic()
 
     def note() -> None:
-        nonlocal done, noted
+        nonlocal done, count, noted
         writer.file.sync()  # states first, then the record that they are there
         journal.append(*records)
         journal.records += records
         records.clear()
-        progress.advance(done)
-        done, noted = 0, time.monotonic()
+        progress.batch(count, done)
+        done, count, noted = 0, 0, time.monotonic()
 
     for captured in engine.capture(name, sequences, finished):
         for index, row in captured:
@@ -242,7 +245,7 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
             row.release()
             records.append({"sequence": index} if reason is None else {"sequence": index, "failed": reason})
             if index not in finished:
-                done, new = done + int(lengths[index]), new + int(lengths[index])
+                done, count, new = done + int(lengths[index]), count + 1, new + int(lengths[index])
         if time.monotonic() - noted >= engine.journal_seconds:
             note()
     if records:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 
 from eyas.errors import EyasError
+from eyas.jobs.heartbeat import pause_heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def launch(command: Sequence[str], count: int, threads: int) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(max(threads // count, 1))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no need to know its name
+    pause_heartbeat()
     try:
         with tempfile.TemporaryDirectory() as logs:  # the launcher's own, which it would leave behind
             config = LaunchConfig(

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from eyas.devices import lease_gpus
 from eyas.errors import EyasError
+from eyas.jobs.heartbeat import Heartbeat
 from eyas.jobs.launch import die_with_parent
 
 log = logging.getLogger("eyas")
@@ -32,6 +33,8 @@ _DISK_ERRORS = {
 
 # How gloo and NCCL say that a process which this one waits for is gone.
 _PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote process has exited")
+
+_STOPPED = 130  # exit code after Ctrl-C
 
 
 def job_parser(description: str | None) -> argparse.ArgumentParser:
@@ -93,30 +96,59 @@ def run_job(
         sys.exit(f"error: {args.log}: {_DISK_ERRORS.get(exc.errno or 0, exc.strerror)}")
     _allow_many_files()
     started = time.monotonic()
+    heartbeat = Heartbeat.of_job(args.log, args.label)
+    if heartbeat:
+        heartbeat.start()
+    code, reason = _run(args, work, rank)
+    if heartbeat:
+        if code == 0:
+            heartbeat.succeeded()
+        elif code == _STOPPED:
+            heartbeat.stopped()
+        else:
+            heartbeat.failed(reason)
+    if code:
+        sys.exit(code)
+    log.info("Done in %.1f s.", time.monotonic() - started)
+
+
+def _run(
+    args: argparse.Namespace, work: Callable[[argparse.Namespace], None], rank: int | None
+) -> tuple[int | str | None, str | None]:
+    """Do the work; returns the exit code, and the last line of what is wrong, if this process said it."""
     try:
         wanted = args.gpu if args.gpu_wanted is None else args.gpu_wanted
         with lease_gpus(wanted, args.gpu) if rank is None else nullcontext():
             work(args)
+    except SystemExit as exc:  # of several processes one failed, and has said why
+        return (0 if exc.code is None else exc.code), None
     except EyasError as exc:
-        for line in str(exc).splitlines():
+        lines = str(exc).splitlines() or [""]
+        for line in lines:
             log.error("error: %s", line)
-        sys.exit(1)
+        return 1, lines[-1]
     except OSError as exc:
         if exc.errno not in _DISK_ERRORS:
             log.exception("This is a fault of Eyas or of the machine:")
-            sys.exit(1)
-        log.error("error: %s: %s", exc.filename or "writing", _DISK_ERRORS[exc.errno])
-        sys.exit(1)
+            return 1, _named(exc)
+        line = f"{exc.filename or 'writing'}: {_DISK_ERRORS[exc.errno]}"
+        log.error("error: %s", line)
+        return 1, line
     except SafetensorError as exc:
-        log.error("error: a safetensors file could not be read or written (%s); is the disk full?", exc)
-        sys.exit(1)
+        line = f"a safetensors file could not be read or written ({exc}); is the disk full?"
+        log.error("error: %s", line)
+        return 1, line
     except KeyboardInterrupt:
         log.error("Stopped by the user; finished work is kept, run the same command to go on.")
-        sys.exit(130)
+        return _STOPPED, None
     except Exception as exc:
         if rank is not None and any(words in str(exc) for words in _PEER_GONE):
             log.error("Ends, because another process of this job did.")
-            sys.exit(1)
+            return 1, None
         log.exception("This is a fault of Eyas; please report it with the lines above and below:")
-        sys.exit(1)
-    log.info("Done in %.1f s.", time.monotonic() - started)
+        return 1, _named(exc)
+    return 0, None
+
+
+def _named(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {' '.join(str(exc).split())}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.errors import EyasError
-from eyas.extraction.shard import shard_layout
+from eyas.extraction.layout import shard_bytes
 from eyas.shards import read_json, write_json, write_lock
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
@@ -103,7 +103,7 @@ class _Collector:
             ) from None
 
     def _add_bytes(self, shard: TokenShard) -> None:
-        self.bytes += shard_layout(len(shard.input_ids), len(shard), self.hidden_size, self.dtype).nbytes
+        self.bytes += shard_bytes(len(shard.input_ids), len(shard), self.hidden_size, self.dtype)
         self.shards += 1
 
     def facts(self) -> dict[str, Any]:

@@ -56,6 +56,11 @@ class SglangEngine:
         self._collector: Collector | None = None
 
     @property
+    def dumps(self) -> tuple[Path, int] | None:
+        """Room for one row at least: with less than `dump_gb` it is slower, not impossible."""
+        return Path(self._options["dump_folder"]), 1 << 20
+
+    @property
     def way(self) -> dict[str, Any]:
         return {"engine": "sglang"}
 
