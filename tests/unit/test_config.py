@@ -278,8 +278,10 @@ def test_default_layers_are_always_three_of_the_target():
 
 def test_identity_leaves_runtime_fields_out():
     config = check_config(values({"extraction.layers": [1, 2, 3]}), "run.yaml")
-    assert identity(config.extraction) == {"engine": "transformers", "layers": [1, 2, 3], "dtype": "bfloat16"}
-    assert identity(config.extraction, {"layers"}) == {"engine": "transformers", "dtype": "bfloat16"}
+    sglang = {"quantization": None, "extra_args": []}
+    kept = {"engine": "transformers", "dtype": "bfloat16", "sglang": sglang}
+    assert identity(config.extraction) == kept | {"layers": [1, 2, 3]}
+    assert identity(config.extraction, {"layers"}) == kept
     assert not {"batch_rows", "threads", "gpu"} & set(identity(config.responses))
     assert identity(config.responses)["max_new_tokens"] == 512
     training = identity(config.drafters["small"].training)

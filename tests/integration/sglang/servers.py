@@ -26,12 +26,16 @@ COMMON: dict[str, Any] = dict(
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**COMMON),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON),
-    # Latent attention and experts.
+    # Latent attention and experts; SGLang wants its positions scaled on a CPU.
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{k: v for k, v in COMMON.items() if k not in ("num_key_value_heads", "head_dim")}, num_key_value_heads=4,
         moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
         first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
-        v_head_dim=16, n_shared_experts=1,
+        v_head_dim=16, n_shared_experts=1, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc",
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+        },
     ),
 }  # fmt: skip
 # How SGLang is run on a CPU without AMX.

@@ -77,6 +77,7 @@ def test_states_are_those_of_transformers(
     assert torch.equal(found["target_token"].long(), expected[2])
     assert expected[0].std() > 0.1
     assert list(dump_folder.iterdir()) == []
+    assert "api_key': '***'" in (tmp_path / "server.log").read_text()  # SGLang prints its arguments
     no_server_within(0.1)
 
 

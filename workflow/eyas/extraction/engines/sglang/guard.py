@@ -1,4 +1,6 @@
-"""Keeps a server from outliving its job. Standard library only; run as `python guard.py -- COMMAND…`.
+"""Keeps a server from outliving its job. Standard library only; run as `python guard.py KEY_FILE -- COMMAND…`.
+
+What the server prints is passed on without the key in KEY_FILE: servers print their arguments.
 
 The job holds the other end of this process's standard input. When that closes, however the job ended, or when a
 signal comes, the server and everything it started are ended: SIGTERM, then SIGKILL. When the server ends by itself,
@@ -8,12 +10,15 @@ what it left is ended and its exit code passed on. Should this process be killed
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from typing import IO
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
@@ -107,7 +112,16 @@ def clean_shared_memory(since: float) -> None:
                 continue
 
 
-def main(command: list[str]) -> int:
+def pass_on(source: IO[bytes], secret: bytes) -> None:
+    """Copy lines to standard output, the secret blotted out."""
+    for line in source:
+        try:
+            os.write(1, line.replace(secret, b"***"))
+        except OSError:  # the disk with the log is full: the server goes on
+            continue
+
+
+def main(command: list[str], secret: bytes) -> int:
     """Run the command until it ends or the job does; returns the exit code."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     asked, told = os.pipe()
@@ -122,11 +136,15 @@ def main(command: list[str]) -> int:
 
     try:
         server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=below, pass_fds=()
-        )
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=below,
+        )  # fmt: skip
     except OSError as exc:
         print(f"{command[0]}: cannot be started ({exc.strerror})", file=sys.stderr, flush=True)
         return 127
+    assert server.stdout
+    copying = threading.Thread(target=pass_on, args=(server.stdout, secret), daemon=True)
+    copying.start()
     while server.poll() is None:
         ready, _, _ = select.select([0, asked], [], [], 0.2)
         if asked in ready or (0 in ready and not os.read(0, 4096)):
@@ -135,9 +153,12 @@ def main(command: list[str]) -> int:
             return 0
     code = server.returncode
     end_all(2.0)
+    copying.join(2.0)
     clean_shared_memory(started)
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[sys.argv.index("--") + 1 :]))
+    with open(sys.argv[1], "rb") as file:
+        key = json.load(file)["api-key"].encode()
+    sys.exit(main(sys.argv[sys.argv.index("--") + 1 :], key))

@@ -118,7 +118,7 @@ class OwnServer:
             output.write(f"\n==== start {self._starts}: {time.strftime('%F %T')}\n".encode())
             output.flush()
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("guard.py")), "--", *command],
+                [sys.executable, str(Path(__file__).with_name("guard.py")), str(config), "--", *command],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True,
             )  # fmt: skip
         self._client = Client(f"http://127.0.0.1:{port}", self._key, self._options["timeout_seconds"])
