@@ -14,7 +14,7 @@ from typing import Any
 
 from eyas.errors import EyasError
 
-ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "BOOL": 1}
+ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "BOOL": 1}
 
 # safetensors refuses larger ones too; a damaged length must not make us allocate it.
 _MAX_HEADER = 100_000_000
