@@ -24,6 +24,8 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, required=True, help="rows of the run")
     parser.add_argument("--shard-rows", type=int, required=True, help="rows in a shard")
     parser.add_argument("--target", required=True, help="JSON: path, revision, trust_remote_code")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], required=True, help="of the states")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32", "fp8_e4m3"], required=True, help="of the states"
+    )
     parser.add_argument("--output", type=Path, required=True, help="the statistics (JSON)")
     run_job(parser, work)

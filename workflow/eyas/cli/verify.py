@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eyas.conversations import read_rows
 from eyas.errors import EyasError
+from eyas.extraction.layout import shard_layout
 from eyas.shards import Shard, checksum, map_arrays, read_header, read_json, shards_of
 from eyas.tokenization import read_tokens
 from eyas.vocabulary import read_map
@@ -110,8 +111,12 @@ class _Verifier:
         for key in ("rows", "sequences", "tokens", "bytes", "checksum", "tokens_checksum"):
             self.expect(path, f"{key} in its sidecar", facts[key], entry[key])
         specs, _ = read_header(path)
-        self.expect(path, "shape", specs["last_hidden_state"].shape, (facts["tokens"], facts["hidden_size"]))
-        self.expect(path, "shape", specs["aux_hidden_states"].shape, (facts["tokens"], 3 * facts["hidden_size"]))
+        layout = shard_layout(facts["tokens"], facts["sequences"], facts["hidden_size"], facts["dtype"])
+        self.expect(path, "tensors", sorted(specs), sorted(layout.tensors))
+        for name, spec in layout.tensors.items():
+            if name in specs:
+                stored = (specs[name].dtype, specs[name].shape)
+                self.expect(path, f"{name} is", stored, (spec.dtype, spec.shape))
         tokens = read_json(self.run / "tokens" / f"{shard.name}.json", "tokens sidecar")
         recorded = tokens["files"][f"{shard.name}.safetensors"]["checksum"]
         self.expect(path, "made from tokens with checksum", facts["tokens_checksum"], recorded)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from eyas.config.fields import Dtype, Name, Number, Strict, identity, runtime
+from eyas.config.fields import Dtype, Name, Number, StoredDtype, Strict, identity, runtime
 from eyas.config.responses import Endpoint, EndpointOptions, Responses
 from eyas.config.sglang import Sglang
 
@@ -130,8 +130,9 @@ class Extraction(Strict):
     """Three decoder layers (0-based, ascending) whose outputs the drafter reads.
     null takes [1, n//2 - 1, n - 4] for a target of n layers, and [0, n//2, n - 1] where these
     are not three different ones."""
-    dtype: Dtype = "bfloat16"
-    """Stored precision of the states."""
+    dtype: StoredDtype = "bfloat16"
+    """Stored precision of the states. `fp8_e4m3` takes half the bytes of bfloat16: eight bits a value, and a
+    float32 scale for each token and state."""
     batch_tokens: int = runtime(4096, ge=1)
     """Padded tokens in a prefill batch (`engine: transformers`)."""
     max_failed_rows: int = runtime(0, ge=0)

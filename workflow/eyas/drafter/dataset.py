@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from eyas.errors import EyasError
+from eyas.extraction.fp8 import dequantise
+from eyas.extraction.layout import FP8
 from eyas.extraction.manifest import Manifest
 from eyas.shards import is_held_out, map_arrays
 from eyas.tokenization import TokenShard, read_tokens
@@ -20,15 +22,19 @@ from eyas.tokenization import TokenShard, read_tokens
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
 
-_TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, FP8: torch.bfloat16}
+_SHARD = ("aux_hidden_states", "last_hidden_state", "input_ids", "target_token", "offsets", "row_ids")
+# Where the states lie in a shard, and their scales if they are in eight bits.
+_STATES = {"aux": ("aux_hidden_states", "aux_scales"), "last": ("last_hidden_state", "last_scale")}
 
 
 @dataclass
 class Batch:
     """Rows packed end to end, without padding.
 
-    `aux` [T, 3·Ht], `last` [T, Ht] as they are stored; `tokens`, `target_token`, `positions` (inside
-    the row) int64 [T]; `mask` bool [T]; `spans`: (start, end) of each row; `row_ids`: whose they are.
+    `aux` [T, 3·Ht], `last` [T, Ht] as they are stored, bfloat16 where that is fp8; `tokens`, `target_token`,
+    `positions` (inside the row) int64 [T]; `mask` bool [T]; `spans`: (start, end) of each row; `row_ids`: whose
+    they are.
     """
 
     aux: Tensor
@@ -59,13 +65,13 @@ class HiddenStates:
     def __init__(self, manifest: Manifest, tokens_folder: Path) -> None:
         self.manifest = manifest
         self.dtype = _TORCH[manifest.values["dtype"]]
+        self._fp8 = manifest.values["dtype"] == FP8
+        names = (*_SHARD, *(scales for _, scales in _STATES.values())) if self._fp8 else _SHARD
         self._states, self._tokens = [], []
         row_ids, failed = [], []
         places: list[tuple[int, int]] = []
         for number, file in enumerate(manifest.shards):
-            states = map_arrays(
-                file, ("aux_hidden_states", "last_hidden_state", "input_ids", "target_token", "offsets", "row_ids")
-            )
+            states = map_arrays(file, names)
             mapped = read_tokens(tokens_folder / file.name)
             tokens = TokenShard(*(np.array(getattr(mapped, f.name)) for f in fields(mapped)))  # small: into memory
             if not (
@@ -126,14 +132,13 @@ class HiddenStates:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Load rows by position and pack them."""
-        parts: dict[str, list[np.ndarray]] = {name: [] for name in ("aux", "last", "ids", "target", "mask", "at")}
-        spans, start = [], 0
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in ("ids", "target", "mask", "at")}
+        places, spans, start = [], [], 0
         for index in indices:
             number, place = self._places[index]
             states, tokens = self._states[number], self._tokens[number]
             a, b = int(tokens.offsets[place]), int(tokens.offsets[place + 1])
-            parts["aux"].append(states["aux_hidden_states"][a:b])
-            parts["last"].append(states["last_hidden_state"][a:b])
+            places.append((states, a, b))
             parts["ids"].append(tokens.input_ids[a:b])
             parts["target"].append(states["target_token"][a:b])
             parts["mask"].append(tokens.loss_mask[a:b])
@@ -142,8 +147,8 @@ class HiddenStates:
             start += b - a
         joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
         return Batch(
-            aux=self._stored(joined["aux"]),
-            last=self._stored(joined["last"]),
+            aux=self._load("aux", places),
+            last=self._load("last", places),
             tokens=torch.from_numpy(joined["ids"].astype(np.int64)),
             target_token=torch.from_numpy(joined["target"].astype(np.int64)),
             mask=torch.from_numpy(joined["mask"].astype(bool)),
@@ -152,9 +157,13 @@ class HiddenStates:
             row_ids=[int(self.row_ids[i]) for i in indices],
         )
 
-    def _stored(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.view(self.dtype) if array.dtype == np.uint16 else tensor
+    def _load(self, which: str, places: list[tuple[dict[str, np.ndarray], int, int]]) -> Tensor:
+        """States of tokens a … b-1 of shards, end to end."""
+        stored, *scales = (
+            torch.from_numpy(np.concatenate([shard[name][a:b] for shard, a, b in places]))
+            for name in _STATES[which][: 1 + self._fp8]
+        )
+        return dequantise(stored, *scales) if self._fp8 else stored.view(self.dtype)
 
 
 def ahead(load: Callable[[Item], Loaded], items: Iterable[Item]) -> Iterator[Loaded]:

@@ -13,7 +13,7 @@ import numpy as np
 from eyas.config import default_layers
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Captured, Engine, FailedRow
-from eyas.extraction.layout import FORMAT_VERSION, shard_layout
+from eyas.extraction.layout import FORMAT_VERSION, FP8, shard_layout
 from eyas.jobs import BatchProgress
 from eyas.shards import (
     Journal,
@@ -57,6 +57,26 @@ def is_finite(states: torch.Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(states))).all())
 
 
+def as_stored(states: torch.Tensor, dtype: str) -> torch.Tensor:
+    """States in the stored precision; those that fp8 will hold stay as they are."""
+    import torch
+
+    return states if dtype == FP8 else states.to(getattr(torch, dtype))
+
+
+def stored_bytes(name: str, states: torch.Tensor, dtype: str) -> dict[str, np.ndarray]:
+    """Raw contents (flat) of the tensors that hold the finite states `name`, as :func:`as_stored` gives them."""
+    import torch
+
+    if dtype == FP8:
+        from eyas.extraction.fp8 import quantise
+
+        scales, vectors = ("aux_scales", 3) if name == "aux_hidden_states" else ("last_scale", 1)
+        bits, scale = quantise(states, vectors)
+        return {name: bits.view(-1).numpy(), scales: scale.view(-1).numpy()}
+    return {name: states.contiguous().view(-1).view(torch.uint8).numpy()}
+
+
 @dataclass
 class _Writer:
     """Puts captured sequences at their places; states that are not finite fail their row."""
@@ -67,21 +87,19 @@ class _Writer:
 
     def write(self, index: int, captured: Captured) -> str | None:
         """Write a sequence's states; returns why it has none."""
-        import torch
-
         if isinstance(captured, FailedRow):
             return captured.reason
-        first, stored = int(self.tokens.offsets[index]), {}
+        first, stored = int(self.tokens.offsets[index]), dict[str, np.ndarray]()
         for name, states in (("aux_hidden_states", captured.aux), ("last_hidden_state", captured.last)):
-            stored[name] = states.to(getattr(torch, self.dtype)).contiguous()
-            if not is_finite(stored[name]):
+            narrow = as_stored(states, self.dtype)
+            if not is_finite(narrow):
                 return (
-                    f"the target's {name} hold NaN or infinity in {self.dtype}; try extraction.dtype or target.dtype"
-                    " with a larger range"
+                    f"the target's {name} hold NaN or infinity in {str(narrow.dtype).removeprefix('torch.')}; try"
+                    " extraction.dtype or target.dtype with a larger range"
                 )
-        for name, states in stored.items():
-            raw = states.view(torch.int32 if self.dtype == "float32" else torch.int16).numpy()
-            self.file.write_rows(name, first, raw.reshape(-1).data)
+            stored |= stored_bytes(name, narrow, self.dtype)
+        for name, raw in stored.items():
+            self.file.write_rows(name, first, raw.data)
         self.file.write_rows("target_token", first, np.ascontiguousarray(captured.target_token).data)
         return None
 

@@ -10,8 +10,10 @@ import numpy as np
 from eyas.errors import EyasError
 from eyas.shards.tensor_file import Layout, TensorFileWriter, read_header
 
-_NUMPY = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "F16": "<f2", "U8": "u1", "BOOL": "?", "BF16": "<u2"}
-_NAMES = {np.dtype(code): name for name, code in _NUMPY.items() if name != "BF16"}
+_BITS = {"BF16": "<u2", "F8_E4M3": "u1"}  # numpy has no such dtypes
+_PLAIN = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "F16": "<f2", "U8": "u1", "BOOL": "?"}
+_NUMPY = _PLAIN | _BITS
+_NAMES = {np.dtype(code): name for name, code in _PLAIN.items()}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
@@ -25,7 +27,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
 
 
 def map_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Memory-map tensors of a file (bfloat16 as its uint16 bits); raises EyasError naming what is wrong."""
+    """Memory-map tensors of a file (bfloat16 and float8 as their bits); raises EyasError naming what is wrong."""
     specs, _ = read_header(path)
     if missing := [name for name in names if name not in specs]:
         raise EyasError(f"{path}: has no tensor {', '.join(missing)}; delete it and run snakemake again to rebuild it")
