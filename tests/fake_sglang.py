@@ -150,7 +150,7 @@ class FakeSglang:
         elif fault == "id dtype":
             tensors["input_ids"] = tensors["input_ids"].astype(np.int64)
         elif fault == "dtype":
-            tensors["last_hidden_state"] = last.astype(np.float64)
+            tensors["last_hidden_state"] = last.astype(np.int64)
         elif fault == "short":
             tensors = {name: values[:-1] for name, values in tensors.items()}
         elif fault == "narrow":
@@ -170,9 +170,6 @@ class FakeSglang:
         elif fault == "garbage":
             raw = b"\xff" * 64
         place = path.with_name("elsewhere") if fault == "symlink" else path.with_name(f".{rid}.part")
-        if fault == "folder":
-            path.mkdir()
-            return path, token
         if fault == "fifo":
             os.mkfifo(path)
             return path, token
@@ -247,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "drop":
             return None
         if fault == "stop":  # the server goes away in the middle of it
-            threading.Thread(target=fake.stop, daemon=True).start()
+            fake.stop()
             return None
         if fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)

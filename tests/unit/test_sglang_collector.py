@@ -71,7 +71,9 @@ def options(fake: FakeSglang, **changes: Any) -> dict[str, Any]:
     return Sglang(**(values | changes)).options()
 
 
-def extract(target: TargetReference, fake: FakeSglang, place: Path, lengths: list[int], failed: int = 0, **changes: Any):
+def extract(
+    target: TargetReference, fake: FakeSglang, place: Path, lengths: list[int], failed: int = 0, **changes: Any
+):
     """The shard's file, and nothing left among the dumps."""
     tokens = write_tokens(place / "tokens" / f"rows_0-{len(lengths)}.safetensors", random_rows(lengths))
     output = place / "hidden_states" / tokens.name
@@ -212,7 +214,7 @@ FORGED = {
     "prefix": "its dump says prefix 5, expected 0",
     "ids": "its dump is of other token ids",
     "id dtype": "its dump has input_ids of dtype I64, expected I32",
-    "dtype": "its dump has last_hidden_state in F64, expected one of",
+    "dtype": "its dump has last_hidden_state in I64, expected one of",
     "short": r"its dump has aux_hidden_states of shape \(8, 48\), expected \(9, 48\)",
     "narrow": r"its dump has aux_hidden_states of shape \(9, 47\), expected \(9, 48\)",
     "no last": "its dump has last_hidden_state of shape None",
@@ -221,7 +223,6 @@ FORGED = {
     "empty": "its dump is empty",
     "writable": "others may write to its dump",
     "symlink": "its dump cannot be opened",
-    "folder": "its dump is no file",
     "fifo": "its dump is no file",
     "gone": "its dump cannot be opened",
     "name": "the server names the dump eyas-other.safetensors for request eyas-",
@@ -388,7 +389,9 @@ def test_a_server_that_stays_away_ends_the_job(
 ) -> None:
     fake = serve(faults={9: ["stop"]})
     started = time.monotonic()
-    with pytest.raises(EyasError, match=r"sglang.url: http\S+ does not answer since 0.0 minutes; finished rows are kep"):
+    with pytest.raises(
+        EyasError, match=r"sglang.url: http\S+ does not answer since 0.0 minutes; finished rows are kep"
+    ):
         extract(target, fake, tmp_path, LENGTHS, outage_minutes=0.02, concurrency=1)
     assert time.monotonic() - started < 15
     before = len(fake.requests)
@@ -478,7 +481,10 @@ def test_a_key_that_is_not_set(target: TargetReference, serve: Callable[..., Fak
         ("other states", "the server writes token .* behind a probe, the head gives"),
         ("other token", "the server writes token .* behind a probe, the head gives"),
         ("layers", "does not capture a probe of 16 tokens: its dump says layers"),
-        ("nothing", "does not capture a probe of 16 tokens: the server wrote no states; is the capture plugin installed"),
+        (
+            "nothing",
+            "does not capture a probe of 16 tokens: the server wrote no states; is the capture plugin installed",
+        ),
         ("hs_error", "does not capture a probe of 16 tokens: no room for it"),
     ],
 )
