@@ -231,6 +231,7 @@ def write_tokens(path: Path, rows: list[tuple], skipped: tuple = ()) -> Path:
     write_arrays(path, arrays, {"format": "eyas.tokens"})
     write_json(path.with_suffix(".json"), {
         "format_version": 1, "tokenizer_hash": "tok", "chat_template_hash": "template", "rows": len(rows),
+        "tokens": int(offsets[-1]),
         "skipped": [{"row": number, "reason": "test"} for number in skipped], "files": {path.name: describe_file(path)},
     })  # fmt: skip
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,15 +258,22 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
         progress.batch(count, done)
         done, count, noted = 0, 0, time.monotonic()
 
-    for captured in engine.capture(name, sequences, finished):
-        for index, row in captured:
-            reason = writer.write(index, row)
-            row.release()
-            records.append({"sequence": index} if reason is None else {"sequence": index, "failed": reason})
-            if index not in finished:
-                done, count, new = done + int(lengths[index]), count + 1, new + int(lengths[index])
-        if time.monotonic() - noted >= engine.journal_seconds:
-            note()
+    # Closed at once when something goes wrong here: an engine may have work under way.
+    with closing(engine.capture(name, sequences, finished)) as batches:
+        try:
+            for captured in batches:
+                for index, row in captured:
+                    reason = writer.write(index, row)
+                    row.release()
+                    records.append({"sequence": index} if reason is None else {"sequence": index, "failed": reason})
+                    if index not in finished:
+                        done, count, new = done + int(lengths[index]), count + 1, new + int(lengths[index])
+                if time.monotonic() - noted >= engine.journal_seconds:
+                    note()
+        except BaseException:
+            with suppress(OSError):
+                note()  # what is written is kept
+            raise
     if records:
         note()
     log.info("%s.", progress.line())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,7 +56,7 @@ class Engine(Protocol):
 
     def capture(
         self, name: str, sequences: Sequence[np.ndarray], finished: frozenset[int]
-    ) -> Iterator[list[tuple[int, Captured]]]:
+    ) -> Generator[list[tuple[int, Captured]], None, None]:
         """States of `sequences` (ids int32 [T]) of shard `name`, in any order, some at a time, by their index.
 
         Those in `finished` are there from before; an engine may capture some of them again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -94,7 +94,7 @@ def check_head(target: TargetModel) -> None:
 @torch.inference_mode()
 def capture_rows(
     target: TargetModel, layers: Sequence[int], rows: Sequence[np.ndarray], batches: Sequence[Sequence[int]]
-) -> Iterator[list[tuple[int, Captured]]]:
+) -> Generator[list[tuple[int, Captured]], None, None]:
     """Run each batch of `rows` (ids int32 [T]) and yield its captured rows with their indices.
 
     Rows are padded on the right: every position sees only those before it, so no state of a
@@ -142,7 +142,7 @@ class TransformersEngine:
 
     def capture(
         self, name: str, sequences: Sequence[np.ndarray], finished: frozenset[int]
-    ) -> Iterator[list[tuple[int, Captured]]]:
+    ) -> Generator[list[tuple[int, Captured]], None, None]:
         """Batches that are not wholly among the `finished` indices; see `engines.base.Engine`."""
         batches = plan_batches([len(ids) for ids in sequences], self.batch_tokens)
         missing = [batch for batch in batches if not finished.issuperset(batch)]

@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,10 +28,17 @@ class Server(Protocol):
     @property
     def client(self) -> Client: ...
 
+    @property
+    def absences(self) -> int:
+        """How often it has been found away."""
+
     def start(self) -> None: ...
 
     def wait(self) -> None:
         """Return when the server answers; raises EyasError when it does not for too long."""
+
+    def interrupt(self) -> None:
+        """The work is stopped: who waits for the server, waits no longer."""
 
     def close(self) -> None: ...
 
@@ -102,7 +109,9 @@ class Collector:
             self._number += 1
             return self.dumps.rid(self._number)
 
-    def capture(self, sequences: Sequence[np.ndarray], missing: Sequence[int]) -> Iterator[list[tuple[int, Captured]]]:
+    def capture(
+        self, sequences: Sequence[np.ndarray], missing: Sequence[int]
+    ) -> Generator[list[tuple[int, Captured]], None, None]:
         """States of the `missing` sequences (by index), as they come."""
         stopped = threading.Event()
         waiting = list(missing)[::-1]
@@ -120,6 +129,10 @@ class Collector:
                     if isinstance(captured, CapturedRow):
                         captured.target_token = self.head.best(captured.last)
                     yield [(index, captured)]
+        except BaseException:
+            stopped.set()
+            self.server.interrupt()
+            raise
         finally:
             stopped.set()
             for future in running:
@@ -159,15 +172,17 @@ class Collector:
         while tries < self.max_tries:
             if stopped.is_set():
                 return None
-            rid = self.rid()
+            rid, absences = self.rid(), self.server.absences
             try:
                 return self.take(self.server.client, rid, ids)[0]
-            except Unreachable:
+            except Unreachable as exc:
                 self._discard(rid)
                 if stopped.is_set():
                     return None
-                self.server.wait()  # no row's fault: it costs no try
-                continue
+                self.server.wait()
+                if self.server.absences != absences:  # no row's fault: it costs no try
+                    continue
+                tries, reason = tries + 1, f"the connection broke while the server was there: {exc}"
             except Refused as exc:
                 self._discard(rid)
                 return FailedRow(str(exc))

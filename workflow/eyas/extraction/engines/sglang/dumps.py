@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,13 @@ class Dump:
 def open_dump(path: Path, rid: str, ids: np.ndarray, layers: list[int], hidden_size: int) -> Dump:
     """Open the dump of request `rid` for the sequence `ids` (int32 [T]); raises DumpRefused for any difference."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
         raise DumpRefused(f"its dump cannot be opened ({exc.strerror})") from None
     try:
         facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise DumpRefused("its dump is no file")
         if facts.st_uid != os.getuid():
             raise DumpRefused(f"its dump belongs to user {facts.st_uid}, not to {os.getuid()}")
         if facts.st_mode & 0o022:
@@ -208,7 +211,8 @@ def _delete_dumps(folder: Path, tokens: set[str] | None = None) -> int:
 def clean(place: Path) -> None:
     """Delete what dead jobs of this user left in `place`."""
     deleted = _delete_dumps(place)
-    with os.scandir(place) as entries:
+    with os.scandir(place) as found:
+        entries = list(found)
         folders = [Path(e.path) for e in entries if e.name.startswith(f"{_FOLDER}{os.getuid()}-")]
         locks = [Path(e.path) for e in entries if re.fullmatch(r"\.[0-9a-f]{16}\.lock", e.name)]
     for folder in folders:

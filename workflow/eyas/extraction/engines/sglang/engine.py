@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class SglangEngine:
 
     def capture(
         self, name: str, sequences: Sequence[np.ndarray], finished: frozenset[int]
-    ) -> Iterator[list[tuple[int, Captured]]]:
+    ) -> Generator[list[tuple[int, Captured]], None, None]:
         missing = [index for index in range(len(sequences)) if index not in finished]
         if missing:
             self.begin()

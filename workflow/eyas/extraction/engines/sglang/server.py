@@ -32,8 +32,10 @@ class RunningServer:
         self._options, self._probe = options, probe
         key = read_key(options["api_key_env"])
         self.client = Client(options["url"], key, options["timeout_seconds"])
+        self.absences = 0
         self._lock = threading.Lock()
         self._tried = False
+        self._stopped = threading.Event()
 
     def start(self) -> None:
         """Check that it is there and captures; raises EyasError."""
@@ -54,11 +56,19 @@ class RunningServer:
                         f"extraction.sglang.url: {self.client.url} does not answer since {waited / 60:.1f} minutes;"
                         " finished rows are kept: start the server and run snakemake again"
                     )
+                if pause == _POLL_SECONDS:
+                    self.absences += 1
                 log.warning("%s does not answer; waiting.", self.client.url)
-                time.sleep(pause)
+                if self._stopped.wait(pause):
+                    raise EyasError(f"extraction.sglang.url: the job was stopped while {self.client.url} was away")
                 pause = min(2 * pause, 15.0)
 
+    def interrupt(self) -> None:
+        """Whoever waits for the server stops."""
+        self._stopped.set()
+
     def close(self) -> None:
+        self.interrupt()
         self.client.close()
 
 
@@ -82,6 +92,8 @@ class OwnServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
         self._starts = 0
+        self.absences = 0
+        self._stopped = threading.Event()
         self._client: Client | None = None
 
     @property
@@ -98,6 +110,7 @@ class OwnServer:
                 self._begin()
 
     def _begin(self) -> None:
+        self._require_wanted()
         self._starts += 1
         port = _free_port()
         # The key goes by a file that only we can read: command lines are there for all to see.
@@ -131,6 +144,7 @@ class OwnServer:
     def _wait_until_ready(self) -> None:
         started = said = time.monotonic()
         while not self.client.healthy():
+            self._require_wanted()
             self._require_alive("while it was starting")
             now = time.monotonic()
             if now - started > 60 * self._options["start_minutes"]:
@@ -146,6 +160,12 @@ class OwnServer:
             time.sleep(_POLL_SECONDS)
         self._probe(self.client)
         log.info("The server is ready after %.0f s.", time.monotonic() - started)
+
+    def _require_wanted(self) -> None:
+        """A server that is ended because the job is must not be started again by a row that misses it."""
+        if self._stopped.is_set():
+            self._end()
+            raise EyasError("the job was stopped while a row waited for its server")
 
     def _require_alive(self, when: str) -> None:
         assert self._process
@@ -175,13 +195,19 @@ class OwnServer:
         """Return when the server answers, having started it again where it died; raises EyasError."""
         with self._lock:
             deadline = time.monotonic() + 60.0
+            away = False
             while self._process and self._process.poll() is None:
+                self._require_wanted()
                 if self.client.healthy():
                     return
+                self.absences += not away
+                away = True
                 if time.monotonic() > deadline:
                     log.warning("The server lives and does not answer; ending it.")
                     break
                 time.sleep(_POLL_SECONDS)
+            self._require_wanted()
+            self.absences += not away
             code = self._process.poll() if self._process else None
             words = self._last_words()
             self._end()
@@ -205,7 +231,12 @@ class OwnServer:
             process.kill()  # the kernel ends the server with it
             process.wait()
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
+        """End the server, and with it the requests that are under way; it is not started again."""
+        self._stopped.set()
         self._end()
+
+    def close(self) -> None:
+        self.interrupt()
         if self._client:  # not before: requests may still be under way
             self._client.close()
