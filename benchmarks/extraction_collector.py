@@ -12,7 +12,6 @@ import queue
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -289,10 +288,6 @@ def room(folder: Path, memory: Path, wanted: int, rounds: int) -> int:
         available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
     most = min(disk * 0.8 * rounds / (rounds + 1), min(free * 0.7, available * 0.4) * rounds)
     return int(min(wanted, most))
-
-
-def temporary(place: Path, prefix: str) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(dir=place, prefix=prefix)
 
 
 def result(found: Measured) -> dict[str, Any]:
