@@ -30,6 +30,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/train_step.py --json
 	$(VENV)/bin/python benchmarks/data.py --json
+	$(VENV)/bin/python benchmarks/extraction.py --json
 
 # What is generated: the page on the configuration keys, the picture of the rule graph (needs Graphviz).
 docs: $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ __all__ = ["FORMAT_VERSION", "LAST_HIDDEN_STATE", "LAYER_CONVENTION", "extract_s
 LAYER_CONVENTION = "output of decoder layer j (0-based); hidden_states[j + 1] of transformers"
 LAST_HIDDEN_STATE = "after_final_norm"
 _LOG_SECONDS = 2.0
+_WRITERS = 3  # threads: one checks states and one lets go of a dump while one copies into the file
 
 
 def layers_of(target: TargetReference, layers: list[int] | None) -> list[int]:
@@ -85,6 +87,13 @@ class _Writer:
     file: TensorFileWriter
     tokens: TokenShard
     dtype: str
+
+    def put(self, index: int, captured: Captured) -> str | None:
+        """Write a sequence's states and let go of them; returns why it has none. Called by several threads."""
+        try:
+            return self.write(index, captured)
+        finally:
+            captured.release()
 
     def write(self, index: int, captured: Captured) -> str | None:
         """Write a sequence's states; returns why it has none."""
@@ -258,21 +267,40 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
         progress.batch(count, done)
         done, count, noted = 0, 0, time.monotonic()
 
-    # Closed at once when something goes wrong here: an engine may have work under way.
-    with closing(engine.capture(name, sequences, finished)) as batches:
+    running: dict[Future[str | None], int] = {}
+
+    def take(most: int) -> None:
+        """Record what is written, and wait until no more than `most` sequences are being written."""
+        nonlocal done, count, new
+        while running:
+            for future in [future for future in running if future.done()]:
+                index, reason = running.pop(future), future.result()
+                records.append({"sequence": index} if reason is None else {"sequence": index, "failed": reason})
+                if index not in finished:
+                    done, count, new = done + int(lengths[index]), count + 1, new + int(lengths[index])
+            if len(running) <= most:
+                return
+            wait(running, return_when=FIRST_COMPLETED)
+
+    # The captures are closed at once when something goes wrong here: an engine may have work under way.
+    with (
+        ThreadPoolExecutor(_WRITERS, thread_name_prefix="writer") as pool,
+        closing(engine.capture(name, sequences, finished)) as batches,
+    ):
         try:
             for captured in batches:
                 for index, row in captured:
-                    reason = writer.write(index, row)
-                    row.release()
-                    records.append({"sequence": index} if reason is None else {"sequence": index, "failed": reason})
-                    if index not in finished:
-                        done, count, new = done + int(lengths[index]), count + 1, new + int(lengths[index])
+                    running[pool.submit(writer.put, index, row)] = index
+                    take(_WRITERS)
                 if time.monotonic() - noted >= engine.journal_seconds:
+                    take(0)
                     note()
+            take(0)
         except BaseException:
+            with suppress(Exception):  # what is written is kept, and the first error is the one to tell
+                take(0)
             with suppress(OSError):
-                note()  # what is written is kept
+                note()
             raise
     if records:
         note()
