@@ -10,7 +10,7 @@ for JOB in PLAN.extraction_jobs:
             tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=JOB.shard_names),
             facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=JOB.shard_names),
             # Not for what it says: all tokens are counted then, and it is known whether the states fit on the disk.
-            statistics=ancient(f"{RUN}/tokens/statistics.json"),
+            totals=ancient(f"{RUN}/tokens/totals.json"),
             target=ancient(PLAN.target_files),
         output:
             states=expand(f"{RUN}/hidden_states/{{shard}}.safetensors", shard=JOB.shard_names),

@@ -25,6 +25,29 @@ rule tokenize:
         "--output {output.tokens:q}"
 
 
+rule count_tokens:
+    input:
+        tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),
+        facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=SHARDS),
+    output:
+        f"{RUN}/tokens/totals.json",
+    log:
+        f"{RUN}/logs/totals.log",
+    benchmark:
+        f"{RUN}/benchmarks/totals.tsv"
+    conda:
+        "../workflow/envs/eyas.yaml"
+    resources:
+        rows=PLAN.rows,
+        shard_rows=CONFIG.data.shard_rows,
+    params:
+        # Nothing that a change of could re-run it: jobs that wait for it would then not look at their own params.
+        tokens_folder=lambda wildcards, input: os.path.dirname(input.tokens[0]),
+    shell:
+        'python "$EYAS_SCRIPTS"/count_tokens.py --log {log:q} --label totals --tokens-folder {params.tokens_folder:q} '
+        "--rows {resources.rows} --shard-rows {resources.shard_rows} --output {output:q}"
+
+
 rule describe_tokens:
     input:
         tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),

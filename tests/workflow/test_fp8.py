@@ -29,3 +29,5 @@ def test_a_run_with_states_in_fp8(workdir: Workdir) -> None:
     assert trained["offline"]["expected_acceptance_length"] > 1.1 and trained["decoding"]["lossless"]
     assert verify_run("tiny", workdir.path / "results")["problems"] == []
     assert workdir.dry_run().nothing_to_do
+    workdir.settings["extraction"]["dtype"] = "bfloat16"
+    assert workdir.dry_run().jobs["extract"] == 2

@@ -26,24 +26,25 @@ LENGTHS = [1, 2, 63, 64, 65, 128, 200, 300, 17, 90, 150, 31, 66, 5, 129, 40, 40,
 LAYERS = [0, 2, 4]
 
 
-def processes() -> list[str]:
-    """Command lines of every SGLang process that lives."""
+def processes(dump_folder: Path) -> list[str]:
+    """Processes of servers that this test started: they know its folder for dumps."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                environment = (entry / "environ").read_bytes()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if ("sglang" in line and "pytest" not in line) and state != "Z":
+            if f"EYAS_CAPTURE_DIR={dump_folder}".encode() in environment and state != "Z":
                 found.append(f"{entry.name} {line}")
     return found
 
 
-def no_server_within(seconds: float) -> None:
+def no_server_within(seconds: float, dump_folder: Path) -> None:
     deadline = time.monotonic() + seconds
-    while (left := processes()) and time.monotonic() < deadline:
+    while (left := processes(dump_folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
 
@@ -78,7 +79,7 @@ def test_states_are_those_of_transformers(
     assert expected[0].std() > 0.1
     assert list(dump_folder.iterdir()) == []
     assert "api_key': '***'" in (tmp_path / "server.log").read_text()  # SGLang prints its arguments
-    no_server_within(0.1)
+    no_server_within(0.1, dump_folder)
 
 
 def test_two_tensor_parallel_processes(python: str, targets: Any, tmp_path: Path, dump_folder: Path) -> None:
@@ -95,7 +96,7 @@ def test_two_tensor_parallel_processes(python: str, targets: Any, tmp_path: Path
     found, expected = load_file(output), expected_states(target, LAYERS, rows_of(lengths))
     torch.testing.assert_close(found["aux_hidden_states"], expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found["last_hidden_state"], expected[1], rtol=1e-4, atol=1e-4)
-    no_server_within(0.1)
+    no_server_within(0.1, dump_folder)
 
 
 # One row at a time: batches then are the same in every run, and with them the last bits.
@@ -127,7 +128,9 @@ def test_a_killed_server_is_started_again(
     def kill() -> None:
         while not (journal.exists() and journal.read_text().count("sequence") >= 4):
             time.sleep(0.02)
-        killed.extend(int(line.split()[0]) for line in processes() if "launch_server" in line and "guard" not in line)
+        killed.extend(
+            int(line.split()[0]) for line in processes(dump_folder) if "launch_server" in line and "guard" not in line
+        )
         for process in killed:
             os.kill(process, signal.SIGKILL)
 
@@ -141,7 +144,7 @@ def test_a_killed_server_is_started_again(
     assert killed
     assert (tmp_path / "server.log").read_text().count("==== start") == 2
     assert checksum(tmp_path / "out" / tokens.name) == checksum(undisturbed)
-    no_server_within(0.1)
+    no_server_within(0.1, dump_folder)
 
 
 def test_a_killed_job_leaves_no_server_and_goes_on(
@@ -164,10 +167,10 @@ def test_a_killed_job_leaves_no_server_and_goes_on(
     while not (journal.exists() and journal.read_text().count("sequence") >= 4):
         assert job.poll() is None
         time.sleep(0.02)
-    assert processes()
+    assert processes(dump_folder)
     job.kill()
     job.wait()
-    no_server_within(20)
+    no_server_within(20, dump_folder)
     before = journal.read_text().count("sequence")
     assert before < len(MANY)
     left = [p.name for p in dump_folder.iterdir()]
@@ -175,7 +178,7 @@ def test_a_killed_job_leaves_no_server_and_goes_on(
     subprocess.run(command, env=environment, check=True)
     assert checksum(run / "hidden_states" / tokens.name) == checksum(undisturbed)
     assert list(dump_folder.iterdir()) == []
-    no_server_within(0.1)
+    no_server_within(0.1, dump_folder)
 
 
 @pytest.fixture
