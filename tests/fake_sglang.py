@@ -202,6 +202,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def gone(self) -> bool:
+        """Whether the server was stopped: connections that were kept open end too."""
+        self.close_connection = self.server is not self.server_state._server
+        return self.close_connection
+
     def allowed(self) -> bool:
         fake = self.server_state
         if fake.key is None or self.headers.get("Authorization") == f"Bearer {fake.key}":
@@ -210,6 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
+        if self.gone():
+            return
         if self.path == "/model_info":  # SGLang answers it to everybody
             self.say(200, {"model_path": "fake"})
         else:
@@ -218,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         fake = self.server_state
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self.allowed():
+        if self.gone() or not self.allowed():
             return
         ids, rid = body["input_ids"], body["rid"]
         with fake.lock:

@@ -370,13 +370,13 @@ def test_a_server_that_comes_back_loses_no_row(
     def keep() -> None:
         while not done.wait(0.1):
             if fake._server is None:
-                time.sleep(0.2)
+                time.sleep(1.0)  # long enough to be seen as away
                 fake.start()
 
     keeper = threading.Thread(target=keep)
     keeper.start()
     try:
-        output = extract(target, fake, tmp_path, LENGTHS, max_tries=1)
+        output = extract(target, fake, tmp_path, LENGTHS, max_tries=2)
     finally:
         done.set()
         keeper.join()

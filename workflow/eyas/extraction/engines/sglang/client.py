@@ -16,6 +16,10 @@ class Unreachable(Exception):
     """There is no server, or it went away in the middle of a request."""
 
 
+class Away(Unreachable):
+    """Nobody listens where the server should be."""
+
+
 class Refused(Exception):
     """The server refuses the request for good."""
 
@@ -80,6 +84,8 @@ class Client:
         }  # fmt: skip
         try:
             response = self._http.post(f"{self.url}/generate", json=body)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as exc:
+            raise Away(self.said(str(exc) or type(exc).__name__)) from None
         except httpx2.ReadTimeout:
             raise Failed("no answer in time") from None
         except httpx2.HTTPError as exc:

@@ -15,7 +15,7 @@ import numpy as np
 
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Captured, CapturedRow, FailedRow
-from eyas.extraction.engines.sglang.client import Client, Failed, Refused, Reply, Unreachable
+from eyas.extraction.engines.sglang.client import Away, Client, Failed, Refused, Reply, Unreachable
 from eyas.extraction.engines.sglang.dumps import HEADER_BYTES, Dump, DumpFolder, DumpRefused, open_dump
 from eyas.extraction.engines.sglang.head import TargetHead
 
@@ -180,7 +180,8 @@ class Collector:
                 if stopped.is_set():
                     return None
                 self.server.wait()
-                if self.server.absences != absences:  # no row's fault: it costs no try
+                # No row's fault, where the server was away: it costs no try.
+                if isinstance(exc, Away) or self.server.absences != absences:
                     continue
                 tries, reason = tries + 1, f"the connection broke while the server was there: {exc}"
             except Refused as exc:
