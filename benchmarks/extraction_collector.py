@@ -243,7 +243,10 @@ def forget(path: Path) -> None:
 
 
 def measure(folder: Path, memory: Path, total_bytes: int, rounds: int, hidden_size: int = 7168) -> Measured:
-    """Write shards of `total_bytes` in all into `folder`, one a round (and one before); the dumps of one at a time lie in `memory`."""
+    """Write shards of `total_bytes` in all into `folder`, one a round (and one before).
+
+    The dumps of one shard at a time lie in `memory`.
+    """
     rows = max(round(total_bytes / rounds / (ROW_TOKENS * bytes_a_token(hidden_size, DTYPE))), 1)
     source = memoryview(np.random.default_rng(2).bytes(SOURCE))
     collector, plain = [], []
@@ -294,6 +297,7 @@ def result(found: Measured) -> dict[str, Any]:
     """Medians of the rounds, as the JSON line has them: of each round's ratio, of the speeds."""
     ours, plain = float(np.median(found.collector)), float(np.median(found.plain))
     return {
-        "collector_ratio": round(float(np.median(np.divide(found.collector, found.plain))), 3), "plan_error": round(found.plan_error, 7),
+        "collector_ratio": round(float(np.median(np.divide(found.collector, found.plain))), 3),
+        "plan_error": round(found.plan_error, 7),
         "collector_mb_per_s": round(ours / 1e6, 1), "plain_write_mb_per_s": round(plain / 1e6, 1),
     }  # fmt: skip
