@@ -136,7 +136,7 @@ def write_target(folder: Path, hidden_size: int) -> TargetReference:
     """The config of a target, which is all that the writing of a shard needs of it."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size, "num_hidden_layers": 61, "num_attention_heads": 56,
+        "intermediate_size": 4 * hidden_size, "num_hidden_layers": 61, "num_attention_heads": hidden_size // 128,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": VOCABULARY,
     }  # fmt: skip
     folder.mkdir(parents=True)
