@@ -75,6 +75,7 @@ class Dump:
     written: int = 0
     touched: float = field(default_factory=time.monotonic)
     error: str | None = None
+    gone: bool = False  # set by another thread when nobody wants the dump any more
     _fd: int = -1
     _layout: Layout | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -105,7 +106,8 @@ class Dump:
     def _add(self, start: int, aux: torch.Tensor, last: torch.Tensor) -> None:
         if start == 0:  # the first chunk, or the request was retracted and starts over
             self.written, self.error = 0, None
-        if start != self.written:
+        # A retracted request may come back behind what it had: those rows are of the same tokens.
+        if start > self.written:
             if self.written == 0:
                 raise Broken(
                     f"its first {start} tokens came from the prefix cache; start the server with --disable-radix-cache"
@@ -124,7 +126,7 @@ class Dump:
         for name, states in (("aux_hidden_states", aux), ("last_hidden_state", last)):
             begin, width = self._layout.places[name]
             flat = states.detach().to("cpu").contiguous().view(torch.uint8)
-            self._write(memoryview(flat.numpy()).cast("B"), begin + start * width)
+            self._write(flat.numpy().data.cast("B"), begin + start * width)
         self.written = start + count
 
     def _open(self, aux: torch.Tensor, last: torch.Tensor) -> None:
@@ -144,13 +146,13 @@ class Dump:
                 os.ftruncate(fd, 0)  # what was allocated must not keep others waiting
                 if exc.errno not in _FULL:
                     raise
-                if time.monotonic() > deadline:
+                if self.gone or time.monotonic() > deadline:
                     raise Broken(f"no room for {layout.size:,} bytes within {self.wait_seconds:g} s") from None
                 time.sleep(_POLL)
         self._layout = layout
         self._write(memoryview(layout.header), 0)
         ids = torch.tensor(self.ids, dtype=torch.int32).view(torch.uint8).numpy()
-        self._write(memoryview(ids).cast("B"), layout.places["input_ids"][0])
+        self._write(ids.data.cast("B"), layout.places["input_ids"][0])
 
     def _write(self, data: memoryview, position: int) -> None:
         while data:  # a single write may be short
