@@ -108,6 +108,29 @@ def plugin_server(
             time.sleep(0.5)
         yield server
     finally:
+        # Killed processes leave segments in /dev/shm, whose names do not say whose they are: our own maps do.
+        segments = _segments(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def _segments(group: int) -> set[Path]:
+    """Files in /dev/shm that the processes of one process group have mapped, by SGLang and multiprocessing."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) != group:
+                continue
+            maps = (entry / "maps").read_text()
+        except OSError:
+            continue
+        for line in maps.splitlines():
+            path = Path(line.split(maxsplit=5)[-1])
+            if path.parent == Path("/dev/shm") and path.name.startswith(("sglang_", "sgl_shm_", "sem.mp-")):
+                found.add(path)
+    return found
