@@ -142,7 +142,10 @@ class Capture:
         why = next((why for start, why in _WRONG.items() if name.startswith(start)), None)
         if why is not None:
             return self.refuse(f"hidden states of {name} are wrong in this SGLang: {why}")
-        holders = [m for m in model.modules() if getattr(m, "layers_to_capture", None) and hasattr(m, "layers")]
+        holders = _holders(model)
+        if not holders and hasattr(model, "set_eagle3_layers_to_capture"):
+            model.set_eagle3_layers_to_capture(list(self.layers))  # no choice of the server shows where it went
+            holders = _holders(model)
         if len(holders) != 1:
             return self.refuse(f"{name} does not say which layers it captures; this model is not supported")
         holder, wanted = holders[0], [layer + 1 for layer in self.layers]
@@ -151,8 +154,8 @@ class Capture:
             return self.refuse(f"extraction.layers {self.layers} must ascend from 0 on, without repeats")
         if wanted[-1] >= depth:
             return self.refuse(
-                f"layer {self.layers[-1]} is too deep for {depth} layers: SGLang takes a layer's output from the next"
-                f" layer's input; choose extraction.layers up to {depth - 2}"
+                f"layer {self.layers[-1]} is {'the last' if wanted[-1] == depth else 'none'} of {depth}: SGLang takes a"
+                f" layer's output from the next layer's input; choose extraction.layers up to {depth - 2}"
             )
         try:
             found = _choose_layers(model, holder, wanted)
@@ -161,6 +164,11 @@ class Capture:
         if found != wanted:
             return self.refuse(f"{name} captures the inputs of layers {found}, wanted {wanted}")
         log.info("eyas_capture: capturing the outputs of layers %s of %s.", self.layers, name)
+
+
+def _holders(model: Any) -> list[Any]:
+    """Modules that a choice of layers went to."""
+    return [m for m in model.modules() if getattr(m, "layers_to_capture", None) and hasattr(m, "layers")]
 
 
 def _choose_layers(model: Any, holder: Any, wanted: list[int]) -> list[int]:

@@ -106,8 +106,7 @@ class Dump:
     def _add(self, start: int, aux: torch.Tensor, last: torch.Tensor) -> None:
         if start == 0:  # the first chunk, or the request was retracted and starts over
             self.written, self.error = 0, None
-        # A retracted request may come back behind what it had: those rows are of the same tokens.
-        if start > self.written:
+        if start != self.written:
             if self.written == 0:
                 raise Broken(
                     f"its first {start} tokens came from the prefix cache; start the server with --disable-radix-cache"
