@@ -75,6 +75,7 @@ class Dump:
     written: int = 0
     touched: float = field(default_factory=time.monotonic)
     error: str | None = None
+    gone: bool = False  # set by another thread when nobody wants the dump any more
     _fd: int = -1
     _layout: Layout | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -124,7 +125,7 @@ class Dump:
         for name, states in (("aux_hidden_states", aux), ("last_hidden_state", last)):
             begin, width = self._layout.places[name]
             flat = states.detach().to("cpu").contiguous().view(torch.uint8)
-            self._write(memoryview(flat.numpy()).cast("B"), begin + start * width)
+            self._write(flat.numpy().data.cast("B"), begin + start * width)
         self.written = start + count
 
     def _open(self, aux: torch.Tensor, last: torch.Tensor) -> None:
@@ -144,13 +145,13 @@ class Dump:
                 os.ftruncate(fd, 0)  # what was allocated must not keep others waiting
                 if exc.errno not in _FULL:
                     raise
-                if time.monotonic() > deadline:
+                if self.gone or time.monotonic() > deadline:
                     raise Broken(f"no room for {layout.size:,} bytes within {self.wait_seconds:g} s") from None
                 time.sleep(_POLL)
         self._layout = layout
         self._write(memoryview(layout.header), 0)
         ids = torch.tensor(self.ids, dtype=torch.int32).view(torch.uint8).numpy()
-        self._write(memoryview(ids).cast("B"), layout.places["input_ids"][0])
+        self._write(ids.data.cast("B"), layout.places["input_ids"][0])
 
     def _write(self, data: memoryview, position: int) -> None:
         while data:  # a single write may be short
