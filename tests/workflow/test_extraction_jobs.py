@@ -9,50 +9,50 @@ import pytest
 import yaml
 from workflow_runs import CHECKOUT, Workdir
 
-STATES = "results/tiny/hidden_states/data_config.json"
+NAMES = ["rows_0-20.safetensors", "rows_20-40.safetensors"]
+STATES = [f"results/tiny/hidden_states/{name}" for name in ["data_config.json", *NAMES]]
 
 
 def test_a_job_of_two_shards_makes_what_two_jobs_make(workdir: Workdir, reference: Workdir) -> None:
     workdir.settings["extraction"]["shards_per_job"] = 2
-    workdir.run(STATES)
+    workdir.run(*STATES)
     folder = workdir.run_folder / "hidden_states"
-    names = ["rows_0-20.safetensors", "rows_20-40.safetensors"]
-    for name in names:
+    for name in NAMES:
         assert (folder / name).read_bytes() == (reference.run_folder / "hidden_states" / name).read_bytes()
         assert os.path.samefile(folder / name, folder / ".finished" / name)
     log = workdir.run_folder / "logs" / "hidden_states" / "rows_0-40.log"
     assert log.read_text().count("Loaded ") == 1
-    assert workdir.dry_run(STATES).nothing_to_do
+    assert workdir.dry_run(*STATES).nothing_to_do
 
     # A deleted shard comes back from its second link: nothing is captured.
-    (folder / names[0]).unlink()
-    workdir.run(STATES)
+    (folder / NAMES[0]).unlink()
+    workdir.run(*STATES)
     assert log.read_text().count("Loaded ") == 1
-    assert (folder / names[0]).read_bytes() == (reference.run_folder / "hidden_states" / names[0]).read_bytes()
+    assert (folder / NAMES[0]).read_bytes() == (reference.run_folder / "hidden_states" / NAMES[0]).read_bytes()
 
     # One whose contents went bad is made again, alone.
-    with open(folder / names[1], "r+b") as file:
+    with open(folder / NAMES[1], "r+b") as file:
         file.seek(4000)
         file.write(b"\xff\xff\xff\xff")
-    (folder / names[1]).unlink()
-    workdir.run(STATES)
+    (folder / NAMES[1]).unlink()
+    workdir.run(*STATES)
     assert log.read_text().count("Loaded ") == 2
-    for name in names:
+    for name in NAMES:
         assert (folder / name).read_bytes() == (reference.run_folder / "hidden_states" / name).read_bytes()
 
     # How shards are cut into jobs changes nothing that is there.
     del workdir.settings["extraction"]["shards_per_job"]
-    assert workdir.dry_run(STATES).nothing_to_do
+    assert workdir.dry_run(*STATES).nothing_to_do
 
 
 def test_a_failed_job_keeps_its_finished_shards(workdir: Workdir) -> None:
     workdir.settings["extraction"]["shards_per_job"] = 2
     workdir.kill_during(
-        lambda: (workdir.run_folder / "hidden_states" / ".finished" / "rows_0-20.json").exists(), STATES
+        lambda: (workdir.run_folder / "hidden_states" / ".finished" / "rows_0-20.json").exists(), *STATES
     )
     first = workdir.run_folder / "hidden_states" / ".finished" / "rows_0-20.safetensors"
     before = first.stat().st_ino
-    workdir.run(STATES)
+    workdir.run(*STATES)
     assert (workdir.run_folder / "hidden_states" / "rows_0-20.safetensors").stat().st_ino == before
 
 
