@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -51,6 +53,13 @@ def up_to_date(folder: Path) -> str | None:
     return str(python) if done and python.exists() else None
 
 
+def install(pip: list[str], source: Path) -> None:
+    """Install a package of this repository from a copy: setuptools leaves a build folder where it works."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(source, Path(folder) / source.name)
+        subprocess.run([*pip, "--no-deps", "--force-reinstall", str(copy)], check=True)
+
+
 def make(folder: Path) -> str:
     """Make or complete the environment; returns its python."""
     python = str(folder / "bin" / "python")
@@ -67,15 +76,13 @@ def make(folder: Path) -> str:
         venv.create(folder, with_pip=True, clear=folder.exists())
         for step in STEPS:
             subprocess.run([*pip, *step], check=True)
-        subprocess.run([*pip, "--no-deps", str(STAND_INS)], check=True)
+        install(pip, STAND_INS)
         site = subprocess.run(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, stdout=subprocess.PIPE,
             text=True,
         ).stdout.strip()  # fmt: skip
         (Path(site) / "eyas_sglang_cpu.pth").write_text("import eyas_sglang_cpu; eyas_sglang_cpu.install()\n")
-    subprocess.run([*pip, "--no-deps", "--force-reinstall", str(PLUGIN)], check=True)
-    for folder_name in ("build", "eyas_capture.egg-info"):  # what setuptools leaves in a source folder
-        subprocess.run(["rm", "-rf", str(PLUGIN / folder_name)], check=True)
+    install(pip, PLUGIN)
     stamp.write_text(f"{base} {digest([PLUGIN])}")
     return python
 
