@@ -111,7 +111,7 @@ class _Verifier:
         for key in ("rows", "sequences", "tokens", "bytes", "checksum", "tokens_checksum"):
             self.expect(path, f"{key} in its sidecar", facts[key], entry[key])
         specs, _ = read_header(path)
-        layout = shard_layout(facts["tokens"], facts["sequences"], facts["hidden_size"], facts["dtype"])
+        layout = shard_layout(entry["tokens"], entry["sequences"], facts["hidden_size"], facts["dtype"])
         self.expect(path, "tensors", sorted(specs), sorted(layout.tensors))
         for name, spec in layout.tensors.items():
             if name in specs:
