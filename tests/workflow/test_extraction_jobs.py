@@ -41,9 +41,12 @@ def test_a_job_of_two_shards_makes_what_two_jobs_make(workdir: Workdir, referenc
     for name in NAMES:
         assert (folder / name).read_bytes() == (reference.run_folder / "hidden_states" / name).read_bytes()
 
-    # How shards are cut into jobs changes nothing that is there.
+    # Jobs cut in another way find what is there.
     del workdir.settings["extraction"]["shards_per_job"]
-    assert workdir.dry_run(*STATES).nothing_to_do
+    workdir.run(*STATES)
+    for name in NAMES:
+        assert "Loaded " not in (log.parent / name).with_suffix(".log").read_text()
+        assert (folder / name).read_bytes() == (reference.run_folder / "hidden_states" / name).read_bytes()
 
 
 def test_a_failed_job_keeps_its_finished_shards(workdir: Workdir) -> None:

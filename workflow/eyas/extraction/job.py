@@ -32,6 +32,7 @@ def extract_rows(
     that runs again makes that one alone.
     """
     folder = run / "hidden_states"
+    kept = folder / FINISHED
     shards = [
         shard for shard in shards_of(total_rows, shard_rows) if shard.start >= rows.start and shard.end <= rows.end
     ]
@@ -45,45 +46,42 @@ def extract_rows(
     if space.exact:
         require_space(space)
     with closing(engine):
-        if len(shards) == 1:
+        if len(shards) == 1 and not (kept / f"{rows.name}.json").exists():
             extract_shard(
                 _tokens(run, shards[0]), folder / f"{rows.name}.safetensors", target, layers, dtype, engine=engine,
                 max_failed_rows=max_failed_rows,
             )  # fmt: skip
             return
-        kept = folder / FINISHED
         with write_lock(folder / f"{rows.name}.job"):
-            _drop_damaged(kept, rows, shards)
+            _drop_damaged(kept, shards)
             for shard in shards:
                 extract_shard(
                     _tokens(run, shard), kept / f"{shard.name}.safetensors", target, layers, dtype, engine=engine,
                     max_failed_rows=max_failed_rows, staging_root=folder,
                 )  # fmt: skip
-            _link(kept, folder, rows, shards)
+            _link(kept, folder, shards)
 
 
 def _tokens(run: Path, shard: Shard) -> Path:
     return run / "tokens" / f"{shard.name}.safetensors"
 
 
-def _drop_damaged(kept: Path, rows: Shard, shards: list[Shard]) -> None:
-    """After the job had ended well: somebody deleted a shard, perhaps because its contents were damaged."""
-    marker = kept / f"{rows.name}.linked"
-    if not marker.exists():
-        return
+def _drop_damaged(kept: Path, shards: list[Shard]) -> None:
+    """Shards that were linked before: somebody deleted one, perhaps because its contents were damaged."""
     for shard in shards:
-        path = kept / f"{shard.name}.safetensors"
-        if not path.with_suffix(".json").exists():
+        marker, path = kept / f"{shard.name}.linked", kept / f"{shard.name}.safetensors"
+        if not marker.exists():
             continue
-        facts = read_json(path.with_suffix(".json"), "shard sidecar")
-        if not path.exists() or checksum(path) != facts.get("checksum"):
-            log.warning("%s is damaged; making it again.", path)
-            path.with_suffix(".json").unlink()
-            path.unlink(missing_ok=True)
-    marker.unlink()
+        if path.with_suffix(".json").exists():
+            facts = read_json(path.with_suffix(".json"), "shard sidecar")
+            if not path.exists() or checksum(path) != facts.get("checksum"):
+                log.warning("%s is damaged; making it again.", path)
+                path.with_suffix(".json").unlink()
+                path.unlink(missing_ok=True)
+        marker.unlink()
 
 
-def _link(kept: Path, folder: Path, rows: Shard, shards: list[Shard]) -> None:
+def _link(kept: Path, folder: Path, shards: list[Shard]) -> None:
     for shard in shards:
         for suffix in (".safetensors", ".json"):  # the sidecar last
             source, final = (place / f"{shard.name}{suffix}" for place in (kept, folder))
@@ -94,4 +92,5 @@ def _link(kept: Path, folder: Path, rows: Shard, shards: list[Shard]) -> None:
                 os.replace(source, final)
             os.utime(final)
     sync_folder(folder)
-    (kept / f"{rows.name}.linked").touch()
+    for shard in shards:
+        (kept / f"{shard.name}.linked").touch()
