@@ -36,7 +36,7 @@ for JOB in PLAN.extraction_jobs:
             # A function: braces in it are not wildcards.
             settings=lambda wildcards: PLAN.extraction_settings,
             target=TARGET,
-            run=RUN,
+            run=lambda wildcards, output: os.path.dirname(os.path.dirname(output.states[0])),
             shard_rows=CONFIG.data.shard_rows,
         shell:
             'python "$EYAS_SCRIPTS"/extract.py --log {log:q} --label hidden_states/{resources.rows} '
