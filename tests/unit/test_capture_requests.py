@@ -71,7 +71,7 @@ def check_dump(folder: Path, request: Request) -> None:
         metadata = file.metadata()
     assert json.loads(metadata.pop("layers")) == LAYERS
     assert metadata == {
-        **eyas_capture.describe(), "rid": request.rid, "dtype": "float32", "prefix": "0", "tokens": str(request.tokens),
+        "format": eyas_capture.FORMAT, "version": eyas_capture.VERSION, "rid": request.rid, "dtype": "float32", "prefix": "0", "tokens": str(request.tokens),
     }  # fmt: skip
 
 

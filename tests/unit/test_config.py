@@ -6,6 +6,7 @@ import datetime
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,17 @@ def test_layers_and_vocabulary_against_the_target():
     assert vocabulary.startswith("drafters.small.draft_vocab_size: 401 is larger") and "400" in vocabulary
     # One less of each is fine.
     check_against_target(check_config(values({"extraction.layers": [1, 2, 7]}), "run.yaml"), SIZES)
+
+
+def test_what_sglang_cannot_capture_is_refused_before_anything_runs():
+    sglang = {"extraction.engine": "sglang", "extraction.layers": [1, 2, 7]}
+    with pytest.raises(EyasError, match=r"extraction\.layers: \[1, 2, 7\] has the target's last layer.*up to 6"):
+        check_against_target(check_config(values(sglang), "run.yaml"), SIZES)
+    good = check_config(values(sglang | {"extraction.layers": [1, 2, 6]}), "run.yaml")
+    check_against_target(good, SIZES)
+    gemma = replace(SIZES, values={"model_type": "gemma3_text"})
+    with pytest.raises(EyasError, match=r"extraction\.engine: sglang gives wrong hidden states for gemma3_text"):
+        check_against_target(good, gemma)
 
 
 def test_width_that_a_target_layer_cannot_start():

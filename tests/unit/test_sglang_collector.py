@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 from drafter_reference import random_rows, read_json_file, save_llama, write_tokens
-from eyas.config.sglang import Sglang
+from eyas.config.sglang import Sglang, sglang_problem
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import FailedRow
 from eyas.extraction.engines.sglang import collector as collector_module
 from eyas.extraction.engines.sglang import server as server_module
 from eyas.extraction.engines.sglang.dumps import DumpFolder, clean
-from eyas.extraction.engines.sglang.engine import SglangEngine, refuse_wrong_targets
+from eyas.extraction.engines.sglang.engine import SglangEngine
 from eyas.extraction.shard import extract_shard
 from eyas.target.tokenizer import TargetReference
 from fake_sglang import FakeSglang, States, made_up_states
@@ -510,9 +511,14 @@ def save_config(target: TargetReference, folder: Path, **changes: Any) -> Target
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gemma3", "mimo_v2_flash", "step3p5"])
 def test_targets_that_sglang_captures_wrongly_are_refused(model_type: str) -> None:
-    with pytest.raises(EyasError, match=rf"wrong hidden states for {model_type} \(SGLang.*set.*engine: transformers"):
-        refuse_wrong_targets(model_type)
-    refuse_wrong_targets("llama")
+    problem = sglang_problem(model_type, 10, [0, 1, 2]) or ""
+    assert re.search(rf"wrong hidden states for {model_type} \(SGLang.*set.*engine: transformers", problem)
+    assert sglang_problem("llama", 10, [0, 1, 8]) is None
+
+
+def test_the_last_layer_is_refused(target: TargetReference, tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match=r"\[0, 1, 4\] has the target's last layer.*write layers up to 3"):
+        SglangEngine(target, [0, 1, 4], Sglang().options(), None, 0, tmp_path / "server.log")
 
 
 def test_gemma3_is_refused_before_anything_is_asked(

@@ -10,8 +10,3 @@ variables, because a server gives its plugins no other channel:
 
 FORMAT = "eyas.capture"
 VERSION = "1"
-
-
-def describe() -> dict[str, str]:
-    """Format and version of the dumps that this plugin writes."""
-    return {"format": FORMAT, "version": VERSION}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, model_validator
@@ -70,3 +71,27 @@ TAKEN = frozenset((
     "--return-aux-hidden-state-layer-ids", "--enable-return-hidden-states", "--skip-server-warmup", "--pp",
     "--pp-size", "--pipeline-parallel-size", "--enable-two-batch-overlap", "--revision", "--trust-remote-code",
 ))  # fmt: skip
+
+# Architectures whose captured states are wrong in SGLang 0.5.23, and why.
+_WRONG = {
+    "gemma3": "SGLang captures its layers' outputs without the residual that is still to be added",
+    "mimo_v2": "SGLang's model overrides the captured output",
+    "step3p5": "SGLang's model overrides the captured output",
+}
+
+
+def sglang_problem(model_type: str, num_hidden_layers: int, layers: Sequence[int]) -> str | None:
+    """Why SGLang cannot give the outputs of `layers` (0-based) of a target; None when it can."""
+    for name, why in _WRONG.items():
+        if model_type.startswith(name):
+            return (
+                f"extraction.engine: sglang gives wrong hidden states for {model_type} ({why}); set"
+                " extraction.engine: transformers"
+            )
+    if layers[-1] == num_hidden_layers - 1:
+        return (
+            f"extraction.layers: {list(layers)} has the target's last layer, which SGLang cannot capture (it takes a"
+            f" layer's output from the next one's input); write layers up to {num_hidden_layers - 2}, or set"
+            " extraction.engine: transformers"
+        )
+    return None

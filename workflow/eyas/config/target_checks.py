@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from eyas.config.schema import Config, Drafter
+from eyas.config.sglang import sglang_problem
 from eyas.errors import EyasError
 
 
@@ -103,12 +104,16 @@ def check_against_target(config: Config, sizes: TargetSizes) -> None:
     problems = []
     layers = config.extraction.layers
     if layers is None:
-        default_layers(sizes.num_hidden_layers)
-    elif layers[-1] >= sizes.num_hidden_layers:
+        default_layers(sizes.num_hidden_layers)  # raises where there are too few
+    if layers and layers[-1] >= sizes.num_hidden_layers:
         problems.append(
             f"extraction.layers: {layers} reaches outside the target, whose layers are"
             f" 0 to {sizes.num_hidden_layers - 1}"
         )
+    elif config.extraction.engine == "sglang":
+        chosen = layers or default_layers(sizes.num_hidden_layers)
+        if problem := sglang_problem(str(sizes.values.get("model_type", "")), sizes.num_hidden_layers, chosen):
+            problems.append(problem)
     for name, drafter in config.drafters.items():
         if drafter.draft_vocab_size > sizes.vocab_size:
             problems.append(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import closing
 from pathlib import Path
 
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Engine
 from eyas.extraction.shard import extract_shard
-from eyas.extraction.space import Need, describe, plan_space, require_space
+from eyas.extraction.space import describe, plan_space, require_space
 from eyas.shards import Shard, checksum, read_json, shards_of, write_lock
-from eyas.shards.files import sync_folder
+from eyas.shards.files import link_file, sync_folder
 from eyas.target.tokenizer import TargetReference, text_config
 
 log = logging.getLogger(__name__)
@@ -39,8 +38,7 @@ def extract_rows(
     if not shards or (shards[0].start, shards[-1].end) != (rows.start, rows.end):
         raise EyasError(f"--rows {rows.name}: not a range of shards of {shard_rows} of {total_rows} rows")
     hidden_size = int(text_config(target).hidden_size)
-    more = [Need("dumps", *engine.dumps)] if engine.dumps else []
-    space = plan_space(run, total_rows, shard_rows, hidden_size, dtype, more)
+    space = plan_space(run, total_rows, shard_rows, hidden_size, dtype)
     for line in describe(space):
         log.info("%s", line)
     if space.exact:
@@ -84,13 +82,7 @@ def _drop_damaged(kept: Path, shards: list[Shard]) -> None:
 def _link(kept: Path, folder: Path, shards: list[Shard]) -> None:
     for shard in shards:
         for suffix in (".safetensors", ".json"):  # the sidecar last
-            source, final = (place / f"{shard.name}{suffix}" for place in (kept, folder))
-            final.unlink(missing_ok=True)
-            try:
-                os.link(source, final)
-            except OSError:  # a file system without hard links
-                os.replace(source, final)
-            os.utime(final)
+            link_file(kept / f"{shard.name}{suffix}", folder / f"{shard.name}{suffix}")
     sync_folder(folder)
     for shard in shards:
         (kept / f"{shard.name}.linked").touch()

@@ -204,9 +204,13 @@ def plan_space(
 
 def run_space(plan: RunPlan, run_folder: Path | None = None, more: Sequence[Need] = ()) -> SpacePlan:
     """The space of a planned run (in `run_folder`, if not where its configuration says); raises EyasError."""
-    config = plan.config
+    config, width = plan.config, target_width(plan)
     folder = Path(plan.run_folder) if run_folder is None else run_folder
-    return plan_space(folder, plan.rows, config.data.shard_rows, target_width(plan), config.extraction.dtype, more)
+    if config.extraction.engine == "sglang" and width:
+        # One row at least must fit, the longest; with less than `dump_gb` extraction is slower, not impossible.
+        longest = config.tokenization.max_length * bytes_a_token(width, config.target.dtype)
+        more = [*more, Need("one row of dumps", Path(config.extraction.sglang.dump_folder), longest)]
+    return plan_space(folder, plan.rows, config.data.shard_rows, width, config.extraction.dtype, more)
 
 
 def recorded_space(run_folder: Path) -> SpacePlan | None:

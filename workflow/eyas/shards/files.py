@@ -94,6 +94,16 @@ def fingerprint(**parts: Any) -> str:
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(canonical.encode())}"
 
 
+def link_file(source: Path, final: Path) -> None:
+    """Put a finished file at its final place, too; it moves there where the file system has no hard links."""
+    final.unlink(missing_ok=True)
+    try:
+        os.link(source, final)
+    except OSError:
+        os.replace(source, final)
+    os.utime(final)
+
+
 def publish(staged: Mapping[Path, Path], staging: Path) -> None:
     """Put finished files at their final places, in order, then drop the staging folder.
 
@@ -103,12 +113,7 @@ def publish(staged: Mapping[Path, Path], staging: Path) -> None:
     for source, final in staged.items():
         final.parent.mkdir(parents=True, exist_ok=True)
         sync_file(source)
-        final.unlink(missing_ok=True)
-        try:
-            os.link(source, final)
-        except OSError:  # a file system without hard links
-            os.replace(source, final)
-        os.utime(final)
+        link_file(source, final)
     for folder in {final.parent for final in staged.values()}:
         sync_folder(folder)
     remove_folder(staging)

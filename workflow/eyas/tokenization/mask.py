@@ -83,7 +83,10 @@ class Encoder:
         if self.reasoning == "train" and (thinking or any(turn.lost for turn in rendering.turns)):
             assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             parts = [
-                (self._ending_at(given, index, thinking and index == last), cut_off and index == last)
+                (
+                    self._broken_thought(given) if thinking and index == last else self._ending_at(given, index),
+                    cut_off and index == last,
+                )
                 for index in (assistants[-1:] if self.last_turn_only else assistants)
             ]
             return [Layout(part, given, part.turns[-1:], cut) for part, cut in parts if part.turns]
@@ -116,23 +119,24 @@ class Encoder:
             return False
         return not place.answer(message.get("content"), thought).strip()
 
-    def _ending_at(self, given: Prepared, index: int, thinking: bool) -> Rendering:
-        """The conversation up to one answer, as the target saw it when it wrote that.
+    def _broken_thought(self, given: Prepared) -> Rendering:
+        """A conversation that was cut off before its last answer closed the thought that the prompt opens."""
+        index = len(given.messages) - 1
+        before = self.chat.render_prepared(given.messages[:index], given.tools, add_generation_prompt=True)
+        text = f"{before}{given.thoughts[index]}"
+        turn = Turn(index, len(before), None, len(text), len(text), True, thought=True, lost=False, prompted=True)
+        return Rendering(text, (turn,), None)
 
-        `thinking`: it was cut off before it closed a thought that its prompt opens.
-        """
+    def _ending_at(self, given: Prepared, index: int) -> Rendering:
+        """The conversation up to one answer, as the target saw it when it wrote that."""
         part = given.upto(index + 1)
-        thought, place = given.thoughts[index], self.chat.reasoning_place
-        rendering = Rendering("", (), None) if thinking else find_turns(self.chat, part)
+        rendering = find_turns(self.chat, part)
         turns = tuple(turn for turn in rendering.turns if turn.index == index)
-        if not thinking and (thought is None or place is None or not turns or not turns[0].lost):
+        thought, place = given.thoughts[index], self.chat.reasoning_place
+        if thought is None or place is None or not turns or not turns[0].lost:
             return replace(rendering, turns=turns)
         before = self.chat.render_prepared(part.messages[:index], part.tools, add_generation_prompt=True)
-        if thinking:
-            end = len(before) + len(thought or "")
-            turn = Turn(index, len(before), None, end, end, True, thought=True, lost=False, prompted=True)
-            return Rendering(f"{before}{thought}", (turn,), None)
-        if place and opens_reasoning(before):
+        if opens_reasoning(before):
             # The template never renders thinking, but its generation prompt opens it: this is what was written.
             turn = turns[0]
             behind = rendering.text[turn.begin if turn.answer is None else turn.answer :]

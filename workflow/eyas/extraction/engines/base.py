@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -42,10 +41,6 @@ class Engine(Protocol):
     """Captures hidden states of sequences. `journal_seconds`: how much finished work a kill may cost."""
 
     journal_seconds: float
-
-    @property
-    def dumps(self) -> tuple[Path, int] | None:
-        """A folder in memory that it needs room in, and the bytes; None for none."""
 
     @property
     def way(self) -> dict[str, Any]:

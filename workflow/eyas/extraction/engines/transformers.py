@@ -123,7 +123,6 @@ class TransformersEngine:
     """Prefill in this process, in batches of at most `batch_tokens` padded tokens. The target is loaded once."""
 
     journal_seconds = 0.0  # every batch
-    dumps = None
 
     def __init__(self, target: TargetReference, layers: Sequence[int], batch_tokens: int, gpus: int) -> None:
         self.target, self.layers, self.gpus = target, list(layers), gpus

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from eyas.config.sglang import sglang_problem
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Captured
 from eyas.extraction.engines.sglang.client import Client
@@ -17,23 +18,7 @@ from eyas.extraction.engines.sglang.head import TargetHead
 from eyas.extraction.engines.sglang.server import OwnServer, RunningServer
 from eyas.target.tokenizer import TargetReference, text_config
 
-# Architectures whose captured states are wrong in SGLang 0.5.23, and why.
-_WRONG = {
-    "gemma3": "SGLang captures its layers' outputs without the residual that is still to be added",
-    "mimo_v2": "SGLang's model overrides the captured output",
-    "step3p5": "SGLang's model overrides the captured output",
-}
 _PROBE_TOKENS = 16
-
-
-def refuse_wrong_targets(model_type: str) -> None:
-    """Raise EyasError for a target whose states SGLang captures wrongly."""
-    for name, why in _WRONG.items():
-        if model_type.startswith(name):
-            raise EyasError(
-                f"extraction.engine: sglang gives wrong hidden states for {model_type} ({why}); set"
-                " extraction.engine: transformers"
-            )
 
 
 class SglangEngine:
@@ -47,18 +32,14 @@ class SglangEngine:
     ) -> None:  # fmt: skip
         """`command`: the server to start; None for the running one that `options` (config.sglang) name."""
         config = text_config(target)
-        refuse_wrong_targets(str(config.model_type))
+        if problem := sglang_problem(str(config.model_type), int(config.num_hidden_layers), layers):
+            raise EyasError(problem)
         self._target, self._layers, self._options = target, list(layers), options
         self._command, self._gpus, self._log = command, gpus, server_log
         self._hidden_size, self._vocabulary = int(config.hidden_size), int(config.vocab_size)
         self._dumps: DumpFolder | None = None
         self._server: Server | None = None
         self._collector: Collector | None = None
-
-    @property
-    def dumps(self) -> tuple[Path, int] | None:
-        """Room for one row at least: with less than `dump_gb` it is slower, not impossible."""
-        return Path(self._options["dump_folder"]), 1 << 20
 
     @property
     def way(self) -> dict[str, Any]:
