@@ -286,7 +286,7 @@ def test_dumps_never_take_more_than_they_may(
     assert fake.most_bytes <= 60_000
     assert fake.most_at_once == 2
     require_states(output, fake, target, lengths)
-    wide = serve(delay=0.02)
+    wide = serve(delay=0.5)  # long enough for eight to meet on a busy machine
     extract(target, wide, tmp_path / "wide", lengths, concurrency=8)
     assert wide.most_at_once == 8
     assert wide.most_bytes > fake.most_bytes
