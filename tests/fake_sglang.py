@@ -101,10 +101,11 @@ class FakeSglang:
 
     def stop(self) -> None:
         self.released.set()
-        if self._server:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        with self.lock:  # several threads of a test may stop it at once
+            server, self._server = self._server, None
+        if server:
+            server.shutdown()
+            server.server_close()
 
     def __enter__(self) -> FakeSglang:
         return self.start()
