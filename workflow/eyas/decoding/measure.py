@@ -36,13 +36,13 @@ DEFINITIONS = {
         " without_looping: the figures over the other prompts"
     ),
     "speedup": (
-        "wall-clock of plain decoding per output token / the same with drafting; same code, same prompts, prefill"
+        "speedup: wall-clock of plain decoding per output token / the same with drafting; same code, same prompts, prefill"
         " included in both; each prompt is decoded in all ways, one after another. Lossless outputs are equally long,"
         " so that it is the ratio of the times"
     ),
     "baselines": (
-        "none: plain decoding, one token a target forward; ngram: prompt lookup, which drafts what followed the same"
-        " tokens earlier in prompt and output; untrained: the drafter before its training (epoch 0)"
+        "baselines: none is plain decoding, one token a target forward; ngram is prompt lookup, which drafts what"
+        " followed the same tokens earlier in prompt and output; untrained is the drafter before its training (epoch 0)"
     ),
 }
 
