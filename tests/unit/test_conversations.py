@@ -296,7 +296,7 @@ def test_detected_formats_are_a_preference_and_forced_ones_a_demand():
     for record, forced, reason in (
         ({"text": "x"}, "messages", "no `messages` in it; data.format is messages"),
         ("x", "messages", "no `messages` in it; data.format is messages"),
-        (both, "prompt", "no `prompt` or `instruction` in it; data.format is prompt"),
+        (both, "prompt", "no `prompt`, `instruction`, `question` or `turns` in it; data.format is prompt"),
         ({"conversations": None}, "sharegpt", "no `conversations` in it; data.format is sharegpt"),
         (3, "text", "no JSON object"),
     ):

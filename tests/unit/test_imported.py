@@ -307,7 +307,7 @@ def both(*changes: Change) -> Change:
     # names
     (without("midlayer.hidden_norm.weight"), "lacks midlayer.hidden_norm.weight; take a one-layer"),
     (without("lm_head.weight"), "lacks lm_head.weight"),
-    (put("midlayer.self_attn.q_proj.bias", zeros(H)), "has no place for: midlayer.self_attn.q_proj.bias; start"),
+    (put("midlayer.self_attn.q_proj.bias", zeros(H)), "has no place for: midlayer.self_attn.q_proj.bias; take"),
     (put("layers.1.mlp.up_proj.weight", zeros(24, H)), "has no place for: layers.1.mlp.up_proj.weight"),
     (put("midlayer.self_attn.q_norm.weight", zeros(4)), "has no place for: midlayer.self_attn.q_norm.weight"),
     (put("layers.0.hidden_norm.weight", zeros(H)), "holds both .*, which are the same"),

@@ -86,8 +86,9 @@ def evaluate_folder(
         layers, stored = list(drafter.shape.layers), list(measurement.manifest.layers)
         if layers != stored and not decoding_only:
             raise EyasError(
-                f"{drafter_folder}: reads the outputs of layers {layers}, and {folder} has the states of layers {stored}"
-                " (both counted from 0); add --decoding-only to measure it in decoding alone, which can take any layers"
+                f"{drafter_folder}: reads the outputs of layers {layers}, and {folder} has the states of layers"
+                f" {stored} (both counted from 0); add --decoding-only to measure it in decoding alone,"
+                " which can take any layers"
             )
         return measurement.evaluate(drafter, str(drafter_folder), states=not decoding_only)
 

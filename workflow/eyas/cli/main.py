@@ -90,8 +90,8 @@ def _add_evaluate(commands: Any) -> None:
     evaluate = commands.add_parser(
         "evaluate",
         help="measure a drafter folder on a run",
-        description="Acceptance of any EAGLE-3 drafter (a checkpoint or an export of Eyas, or a published head), from the"
-        " hidden states of the run's held-out rows and in decoding the run's prompt sets, beside plain decoding and"
+        description="Acceptance of any EAGLE-3 drafter (a checkpoint or an export of Eyas, or a published head), from"
+        " the hidden states of the run's held-out rows and in decoding the run's prompt sets, beside plain decoding and"
         " prompt lookup. Nothing is written. Exit code 0, or 2 when the drafter or the run cannot be used.",
     )
     evaluate.add_argument("--run", required=True, help="name of the run, or its folder")

@@ -86,7 +86,8 @@ def _content(record: Any, expected: str | None, forced: bool) -> Content:
     if expected in formats:
         chosen = expected
     elif forced and expected:
-        keys = " or ".join(f"`{key}`" for key in FORMATS[expected])
+        *first, last = (f"`{key}`" for key in FORMATS[expected])
+        keys = f"{', '.join(first)} or {last}" if first else last
         raise UnusableRecord(f"no {keys} in it; data.format is {expected}")
     elif formats:
         chosen = formats[0]

@@ -36,9 +36,9 @@ DEFINITIONS = {
         " without_looping: the figures over the other prompts"
     ),
     "speedup": (
-        "speedup: wall-clock of plain decoding per output token / the same with drafting; same code, same prompts, prefill"
-        " included in both; each prompt is decoded in all ways, one after another. Lossless outputs are equally long,"
-        " so that it is the ratio of the times"
+        "speedup: wall-clock of plain decoding per output token / the same with drafting; same code, same prompts,"
+        " prefill included in both; each prompt is decoded in all ways, one after another. Lossless outputs are equally"
+        " long, so that it is the ratio of the times"
     ),
     "baselines": (
         "baselines: none is plain decoding, one token a target forward; ngram is prompt lookup, which drafts what"

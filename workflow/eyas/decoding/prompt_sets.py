@@ -111,7 +111,8 @@ def _read_question(path: str, record: Record, expected: str | None, forced: bool
             raise UnusableRecord("no user turn")
         return question
     except UnusableRecord as exc:
-        raise EyasError(f"{path}:{record.line}: {exc}; correct the record, or delete it") from None
+        reason = str(exc).replace("data.format", "format")
+        raise EyasError(f"{path}:{record.line}: {reason}; correct the record, or delete it") from None
 
 
 def asked_in_training(questions: Sequence[Question], conversations: Conversations) -> set[str]:
