@@ -75,21 +75,26 @@ def _shape_of(folder: Path, config: dict[str, Any], target: TargetModel) -> Draf
         max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
         # as written: `layers_of` says what they mean
         layers=tuple(config["layers"] or (1, len(target.layers) // 2 - 1, len(target.layers) - 4)),
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_id=config.get("eos_token_id"),
+        pad_token_id=config.get("pad_token_id"),
     )
 
 
 def _load(folder: Path, target: TargetModel) -> Drafter:
+    open_drafter(folder)  # says what is missing
     config = read_drafter_config(folder)
+    depth = len(target.layers)
     try:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if (kind := scaling.get("rope_type") or scaling.get("type") or "default") != "default":
             raise UnusableDrafter(folder, f"its rope_scaling is {kind}, and Eyas's drafter turns positions without one")
         shape = _shape_of(folder, config, target)
-        depth = len(target.layers)
         layers = layers_of(folder, config, str(target.config.model_type), depth)
+        exist = len(layers) == 3 and all(0 <= layer < depth for layer in layers)
     except (AttributeError, TypeError, ValueError) as exc:
         raise UnusableDrafter(folder, f"config.json is not one of an EAGLE-3 drafter ({exc})") from None
-    if len(layers) != 3 or not all(0 <= layer < depth for layer in layers):
+    if not exist:
         raise UnusableDrafter(
             folder, f"it reads the outputs of layers {list(layers)}, and the target has layers 0 to {depth - 1}"
         )
