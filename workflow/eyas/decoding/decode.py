@@ -10,6 +10,7 @@ import torch
 
 from eyas.decoding.proposers import Draft, Proposer
 from eyas.decoding.sampling import Sampler, Sampling
+from eyas.decoding.tree_pass import require_trees
 from eyas.decoding.verify import Verifier
 from eyas.target.model import TargetModel
 
@@ -74,6 +75,8 @@ def decode(
     distributed as the target's own. Raises EyasError when the target cannot take back rejected drafts, or
     cannot take a tree.
     """
+    if proposer and proposer.trees:
+        require_trees(target)
     began = time.perf_counter()
     sampler, ends = Sampler(sampling or Sampling()), set(end_ids)
     rounds: list[Round] = []

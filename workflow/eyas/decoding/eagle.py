@@ -27,6 +27,7 @@ class EagleProposer:
     ) -> None:
         self.drafter, self.layers = drafter, list(layers)
         self.size = TreeSize.of(steps, topk, draft_tokens)
+        self.trees = topk > 1
         self.target_ids = drafter.target_ids
 
     def begin(self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler) -> EagleDrafting:

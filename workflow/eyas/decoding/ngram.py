@@ -19,6 +19,7 @@ class NgramProposer:
     """
 
     layers: Sequence[int] = ()
+    trees = False
 
     def __init__(self, steps: int, max_ngram: int = 3) -> None:
         if steps < 1 or max_ngram < 1:

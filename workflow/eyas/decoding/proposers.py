@@ -65,4 +65,9 @@ class Proposer(Protocol):
         """The target's layers whose outputs it reads (0-based), or none."""
         ...
 
+    @property
+    def trees(self) -> bool:
+        """Whether its drafts may be trees, which not every target can take."""
+        ...
+
     def begin(self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler) -> Drafting: ...

@@ -80,12 +80,3 @@ def draft_tree(cache: DrafterCache, state: Tensor, target_ids: Tensor, size: Tre
     place = torch.full((len(all_tokens) + 1,), -1, device=device)  # the last entry is the root's
     place[order] = torch.arange(len(order), device=device)
     return Draft(all_tokens[order].tolist(), place[parents[order]].tolist(), size.steps)
-
-
-def ancestors(parents: list[int]) -> Tensor:
-    """bool [1 + n, 1 + n]: which nodes (0 is the root, then the drafted ones) each node sees, itself included."""
-    seen = torch.eye(len(parents) + 1, dtype=torch.bool)
-    seen[:, 0] = True
-    for index, parent in enumerate(parents):
-        seen[index + 1] |= seen[parent + 1]
-    return seen

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eyas.decoding.proposers import Draft
+from eyas.decoding.tree_pass import compact, tree_arguments
 from eyas.errors import EyasError
 from eyas.extraction.engines.transformers import Capture
 from eyas.target.model import TargetModel
@@ -56,17 +57,20 @@ class Verifier:
 
     def verify(self, token: int, draft: Draft) -> Tensor:
         """Logits [1 + n, V] after the last known token and after each drafted one; `keep` must follow."""
-        hidden = self.target.decode(self._ids([token, *draft.tokens]), self.cache)
+        places = {} if draft.is_chain else tree_arguments(self.target, self.cache, draft)
+        hidden = self.target.decode(self._ids([token, *draft.tokens]), self.cache, **places)
         self._draft = draft
         logits: Tensor = self.target.head(hidden)[0]
         return logits
 
     def keep(self, path: Sequence[int]) -> None:
         """Leave the last known token and the drafted ones on `path` (indices) in the cache, and nothing else."""
+        count = len(self._draft.tokens)
         if self.speculative:
-            self.cache.crop(len(path) - len(self._draft.tokens))  # negative: how many to remove
+            compact(self.cache, path, count)
+            self.cache.crop(len(path) - count)  # negative: how many to remove
         if self.capture:
-            self._states = self.capture.aux()[0, : 1 + len(path)]
+            self._states = self.capture.aux()[0, [0, *(index + 1 for index in path)]]
 
     def states(self) -> Tensor | None:
         """The captured states [N, layers * H] of the positions that the last pass left, or None without layers."""
