@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from eyas.config import default_layers
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Captured, Engine, FailedRow
 from eyas.extraction.layout import FORMAT_VERSION, FP8, shard_layout
+from eyas.extraction.recording import Recorder
 from eyas.jobs import BatchProgress
 from eyas.shards import (
     Journal,
@@ -182,10 +183,13 @@ def extract_shard(
                     "%s: %d rows, %d tokens, %d bytes allocated.",
                     output.stem, rows, len(tokens.input_ids), layout.nbytes,
                 )  # fmt: skip
-                seconds, captured = _fill(_Writer(file, tokens, dtype), engine, journal, output.stem)
+                described: dict[str, Any] = {}
+                seconds, captured = _fill(
+                    _Writer(file, tokens, dtype), engine, journal, output.stem,
+                    lambda: described.update(describe_file(staged)),
+                )  # fmt: skip
             failed = _failed(tokens, journal)
             _refuse_failures(output, failed, max_failed_rows)
-        described = describe_file(staged)
         write_json(
             staging / sidecar.name,
             {
@@ -237,47 +241,38 @@ def _refuse_failures(output: Path, failed: list[dict[str, Any]], allowed: int) -
         )
 
 
-def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple[float, int]:
+def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str, tail: Callable[[], None]) -> tuple[float, int]:
     """Capture the sequences that the journal does not have; returns the seconds it took, and their tokens.
 
-    The journal names a sequence by its index in the shard: a row's id may stand for several.
+    The journal names a sequence by its index in the shard: a row's id may stand for several. `tail` is called when
+    everything is written, while the last of it is on its way to the disk.
     """
     tokens = writer.tokens
     lengths = tokens.lengths
     finished = _finished(journal)
     writer.write_index()
     if len(finished) == len(tokens):
+        tail()
         return 0.0, 0
     already = sum(int(lengths[i]) for i in finished)
     engine.begin()
     progress = BatchProgress(
         f"Hidden states {name}", len(tokens.input_ids), writer.file.layout.nbytes, already, len(finished), _LOG_SECONDS
     )
+    recorder = Recorder(writer.file, journal, progress, engine.journal_seconds)
     sequences = [tokens.input_ids[a:b] for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
-    records: list[dict[str, Any]] = []
-    done = count = new = 0
-    noted = time.monotonic()
-
-    def note() -> None:
-        nonlocal done, count, noted
-        writer.file.sync()  # states first, then the record that they are there
-        journal.append(*records)
-        journal.records += records
-        records.clear()
-        progress.batch(count, done)
-        done, count, noted = 0, 0, time.monotonic()
-
+    new = 0
     running: dict[Future[str | None], int] = {}
 
     def take(most: int) -> None:
         """Record what is written, and wait until no more than `most` sequences are being written."""
-        nonlocal done, count, new
+        nonlocal new
         while running:
             for future in [future for future in running if future.done()]:
                 index, reason = running.pop(future), future.result()
-                records.append({"sequence": index} if reason is None else {"sequence": index, "failed": reason})
-                if index not in finished:
-                    done, count, new = done + int(lengths[index]), count + 1, new + int(lengths[index])
+                count = None if index in finished else int(lengths[index])
+                recorder.add({"sequence": index} if reason is None else {"sequence": index, "failed": reason}, count)
+                new += count or 0
             if len(running) <= most:
                 return
             wait(running, return_when=FIRST_COMPLETED)
@@ -292,17 +287,17 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
                 for index, row in captured:
                     running[pool.submit(writer.put, index, row)] = index
                     take(_WRITERS)
-                if time.monotonic() - noted >= engine.journal_seconds:
+                if not engine.journal_seconds:  # nothing finished may be lost
                     take(0)
-                    note()
+                    recorder.flush()
             take(0)
+            tail()
         except BaseException:
             with suppress(Exception):  # what is written is kept, and the first error is the one to tell
                 take(0)
-            with suppress(OSError):
-                note()
+            with suppress(Exception):
+                recorder.close()
             raise
-    if records:
-        note()
+    recorder.close()
     log.info("%s.", progress.line())
     return progress.seconds, new
