@@ -11,7 +11,9 @@ from pathlib import Path
 
 from workflow_runs import CHECKOUT, Workdir
 
-AFTER_TRAINING = {"select_best": 1, "evaluate": 1, "export_sglang": 1, "summarise": 1, "write_report": 1}
+AFTER_TRAINING = {
+    "select_best": 1, "evaluate": 1, "export_drafter": 2, "export_cards": 1, "summarise": 1, "write_report": 1,
+}  # fmt: skip
 
 
 def copy_checkout(to: Path) -> Path:
