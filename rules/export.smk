@@ -7,7 +7,7 @@ rule export_drafter:
         config=f"{RUN}/drafters/{{drafter}}/best/config.json",
         target=ancient(PLAN.target_files),
     output:
-        # Large drafters come in several files, whose number is known only then; export.json lists them.
+        # None where the drafter is too large for one file: how many there are is known only then, export.json lists them.
         weights=[f"{RUN}/drafters/{{drafter}}/export/{{server}}/{name}" for name in PLAN.export_weights],
         config=f"{RUN}/drafters/{{drafter}}/export/{{server}}/config.json",
         facts=f"{RUN}/drafters/{{drafter}}/export/{{server}}/export.json",
@@ -17,12 +17,15 @@ rule export_drafter:
         f"{RUN}/benchmarks/{{drafter}}/export_{{server}}.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    resources:
+        one_file=int(bool(PLAN.export_weights)),
     params:
         version=PLAN.versions["export"],
         target=SOURCE,
     shell:
         'python "$EYAS_SCRIPTS"/export_drafter.py --log {log:q} --label {wildcards.drafter}/export '
-        "--model {input.model:q} --server {wildcards.server} --target {params.target:q} --output {output.facts:q}"
+        "--model {input.model:q} --server {wildcards.server} --target {params.target:q} "
+        "--one-file {resources.one_file} --output {output.facts:q}"
 
 
 # Apart from the export, so that another evaluation writes cards and no tensors.

@@ -120,9 +120,7 @@ class Run:
         """Cards by server. The working folder is the run's base in production; here the target's path is absolute."""
         config = check_config(self.config, "x")
         settings = {"results": results, "config": public_config(config, "small")}
-        describe_exports(
-            self.run, "small", TargetReference(target or str(self.target), **reference), None, settings
-        )
+        describe_exports(self.run, "small", TargetReference(target or str(self.target), **reference), None, settings)
         return {s: (self.drafter / "export" / s / "README.md").read_text() for s in ("sglang", "vllm")}
 
 
@@ -287,9 +285,7 @@ def test_no_absolute_path_and_no_time(run: Run) -> None:
     run.config["target"] = {"path": str(run.target)}
     run.config["data"] = {"prompts": [str(run.base / "p.jsonl")], "rows": 100}
     run.describe(results="results")
-    texts = {
-        path: path.read_text() for path in (run.drafter / "export").rglob("*") if path.suffix in (".md", ".json")
-    }
+    texts = {path: path.read_text() for path in (run.drafter / "export").rglob("*") if path.suffix in (".md", ".json")}
     assert len(texts) == 8
     for path, text in texts.items():
         assert str(run.base) not in text, path

@@ -103,8 +103,8 @@ def _serving(facts: CardFacts, server: str) -> list[str]:
     return [
         *lines,
         "The paths are those of the run; write others where target and drafter have been moved. This folder is for"
-        f" {SERVER_NAMES[server]}, and {code(f'export/{other}')} for {SERVER_NAMES[other]}: they count the target's layers"
-        f" differently. Each loads the other's folder without a word, and then few tokens are accepted.{tree}",
+        f" {SERVER_NAMES[server]}, and {code(f'export/{other}')} for {SERVER_NAMES[other]}: they count the target's"
+        f" layers differently. Each loads the other's folder without a word, and then few tokens are accepted.{tree}",
         "",
     ]
 

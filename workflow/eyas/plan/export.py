@@ -19,22 +19,26 @@ _SECRET = re.compile(r"(^|_|-)(api)?(key|token)$|secret|password|credential|auth
 
 
 def fits_one_file(config: Config) -> bool:
-    """Whether every drafter's weights surely fit model.safetensors, so that a rule can name the file.
+    """Whether no drafter's weights are known to be larger than a file should be: then the rule names the file.
 
-    False where nothing is known of the target yet: then export.json alone says which files there are.
+    It is written as one file then, even if it turns out larger (nothing is known of a hub's model): all
+    servers load that. Where it does not fit, export.json alone says which files there are.
     """
     sizes = read_target_sizes(config)
     if sizes is None:
-        return False
-    largest = 0
+        return True
+    target, largest = sizes.values, 0
     for drafter in config.drafters.values():
-        hidden = drafter.model.hidden_size or sizes.hidden_size
-        # Other widths of a layer are within this of the hidden size, unless they are given.
-        inner = drafter.model.intermediate_size or sizes.values.get("intermediate_size") or 8 * hidden
-        heads = drafter.model.num_attention_heads or sizes.values.get("num_attention_heads") or 0
-        width = max(heads * (drafter.model.head_dim or sizes.values.get("head_dim") or 0), 2 * hidden)
-        numbers = sizes.vocab_size + drafter.draft_vocab_size + 3 * sizes.hidden_size + 3 * inner + 7 * width + 8
-        largest = max(largest, 2 * hidden * numbers + 9 * sizes.vocab_size)
+        model = drafter.model
+        hidden = model.hidden_size or sizes.hidden_size
+        inner = model.intermediate_size or target.get("intermediate_size") or hidden
+        heads = model.num_attention_heads or target.get("num_attention_heads") or 1
+        kv_heads = model.num_key_value_heads or target.get("num_key_value_heads") or heads
+        head_dim = model.head_dim or target.get("head_dim") or hidden // heads
+        # Numbers a column, in matrices that are `hidden` wide: embedding, head, fc, MLP, q, k, v, o, norms.
+        rows = sizes.vocab_size + drafter.draft_vocab_size + 3 * sizes.hidden_size + 3 * inner + 4
+        rows += (3 * heads + 4 * kv_heads) * head_dim
+        largest = max(largest, 2 * hidden * rows + sizes.vocab_size + 8 * drafter.draft_vocab_size)
     return largest <= MAX_SHARD_BYTES
 
 

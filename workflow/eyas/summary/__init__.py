@@ -104,6 +104,7 @@ def render(facts: dict[str, Any], run: Path) -> str:
                 f" {_length(values['offline'])} expected from the states of {drafter['held_out_rows']} held-out rows",
             )
         table.add_row("for SGLang", drafter["export"])
+        table.add_row("for vLLM", str(Path(drafter["export"]).with_name("vllm")))
     table.add_section()
     table.add_row("files", str(run))
     table.add_row("figures", str(run / "summary.json"))
