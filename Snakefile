@@ -72,7 +72,7 @@ rule all:
             f"{RUN}/drafters/{{drafter}}/export/{{server}}/{{name}}",
             drafter=CONFIG.drafters,
             server=SERVERS,
-            name=("export.json", "README.md"),
+            name=["config.json", "export.json", "README.md", "provenance.json", *PLAN.export_weights],
         ),
         f"{RUN}/tokens/statistics.json",
         f"{RUN}/summary.txt",

@@ -82,6 +82,20 @@ def test_a_second_drafter_shares_the_hidden_states(finished: Workdir) -> None:
     assert jobs == {"map_vocabulary": 1, "initialise_drafter": 1, "train_epoch": 2, **AFTER_TRAINING}
 
 
+def test_another_evaluation_writes_cards_and_exports_nothing(finished: Workdir) -> None:
+    finished.settings["evaluation"]["draft_steps"] = 2
+    jobs = {"evaluate": 1, "export_cards": 1, "summarise": 1, "write_report": 1}
+    assert finished.dry_run().jobs == jobs
+
+
+def test_deleted_exports_are_noticed(finished: Workdir) -> None:
+    export = finished.run_folder / "drafters" / "small" / "export"
+    (export / "sglang" / "README.md").unlink()
+    assert finished.dry_run().jobs == {"export_cards": 1, "summarise": 1, "write_report": 1}
+    (export / "vllm" / "model.safetensors").unlink()
+    assert finished.dry_run().jobs == {"export_drafter": 1, "export_cards": 1, "summarise": 1, "write_report": 1}
+
+
 def test_runtime_settings_re_run_nothing(finished: Workdir) -> None:
     finished.settings["responses"]["batch_rows"] = 7
     finished.settings["extraction"] |= {"batch_tokens": 99, "threads": 2}
