@@ -32,7 +32,7 @@ re-runs nothing. A changed key of another kind re-runs the stages that depend on
 """
 
 # What stands for the names in a mapping whose keys are free.
-FREE_NAMES = {"packages": "<file>", "drafters": "<name>"}
+FREE_NAMES = {"packages": "<file>", "drafters": "<name>", "evaluation.prompt_sets": "<name>"}
 TYPES = {
     "object": "mapping",
     "integer": "whole number",

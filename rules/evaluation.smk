@@ -1,4 +1,4 @@
-# Acceptance on held-out rows: from the hidden states, and in real greedy decoding.
+# Acceptance: from the hidden states of held-out rows, and in real decoding of the prompt sets, beside baselines.
 
 
 rule evaluate:
@@ -7,6 +7,7 @@ rule evaluate:
         conversations=expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
         trained=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
         untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
+        prompt_sets=PLAN.evaluation_files,
         target=ancient(PLAN.target_files),
     output:
         f"{RUN}/drafters/{{drafter}}/evaluation.json",

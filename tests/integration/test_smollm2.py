@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--workflow-profile", str(CHECKOUT / "profiles" / "default"), "--configfile", "config.yaml"]
     done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert "acceptance, trained" in done.stderr  # the table at the end
+    assert "acceptance, mt_bench" in done.stderr  # the table at the end
     return path
 
 
@@ -64,8 +64,10 @@ def test_states_are_those_of_transformers(run: Path) -> None:
 def test_decoding_is_lossless_and_the_export_is_complete(run: Path) -> None:
     drafter = run / "results/demo/drafters/eagle3"
     evaluation = json.loads((drafter / "evaluation.json").read_text())
-    for facts in evaluation["drafters"].values():
-        assert facts["decoding"]["lossless"], facts
+    assert list(evaluation["prompt_sets"]) == ["held_out", "mt_bench"]
+    for facts in evaluation["prompt_sets"].values():
+        assert facts["prompts"] == 2 and facts["lossless"], facts
+        assert all(baseline["lossless"] for baseline in facts["baselines"].values()), facts
     config = json.loads((drafter / "export/sglang/config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 14, 26]

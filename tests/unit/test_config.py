@@ -79,7 +79,7 @@ def test_unknown_key_names_the_nearest_known_one(key: str, meant: str):
 
 def test_unknown_key_without_a_near_one_lists_what_is_known():
     (line,) = problems({"evaluation.zzz": 1})
-    assert line.startswith("evaluation.zzz: unknown key; known here: draft_steps, prompts, max_new_tokens")
+    assert line.startswith("evaluation.zzz: unknown key; known here: engine, draft_steps, topk, draft_tokens")
 
 
 @pytest.mark.parametrize(

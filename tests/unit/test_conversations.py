@@ -196,8 +196,8 @@ def test_tools(tools: Any, expected: Any):
         (3, "no JSON object"),
         (None, "no JSON object"),
         ([USER], "no JSON object"),
-        ({"txt": "hi"}, "no messages, conversations, prompt, instruction or text among ['txt']"),
-        ({"conversations": None}, "no messages, conversations, prompt, instruction or text among ['conversations']"),
+        ({"txt": "hi"}, "no messages, conversations, prompt, instruction, question, turns or text among ['txt']"),
+        ({"conversations": None}, "no messages, conversations, prompt, instruction, question, turns or text among ['conversations']"),
         ({"messages": []}, "empty conversation"),
         ({"messages": 5}, "`messages` is no list"),
         ({"messages": "hi"}, "`messages` is not JSON"),
@@ -296,7 +296,7 @@ def test_detected_formats_are_a_preference_and_forced_ones_a_demand():
     for record, forced, reason in (
         ({"text": "x"}, "messages", "no `messages` in it; data.format is messages"),
         ("x", "messages", "no `messages` in it; data.format is messages"),
-        (both, "prompt", "no `prompt` or `instruction` in it; data.format is prompt"),
+        (both, "prompt", "no `prompt`, `instruction`, `question` or `turns` in it; data.format is prompt"),
         ({"conversations": None}, "sharegpt", "no `conversations` in it; data.format is sharegpt"),
         (3, "text", "no JSON object"),
     ):

@@ -1,4 +1,4 @@
-"""`eyas inspect`: what a row's tokens say and which are supervised; and what evaluation asks of such rows."""
+"""`eyas inspect`: what a row's tokens say and which are supervised."""
 
 from __future__ import annotations
 
@@ -285,44 +285,3 @@ def test_printable_text_has_no_control_characters(text: str) -> None:
     shown.encode("utf-8")  # no half of a surrogate pair
     plain = "".join(c for c in text if c.isprintable())
     assert printable(plain) == plain
-
-
-# ---- what evaluation asks
-
-
-def prompts_of(rows: list[Row], wanted: int = 9, options: dict[str, Any] | None = None) -> list[tuple[int, list[int]]]:
-    from eyas.decoding.evaluate import first_prompts
-    from eyas.target.chat import ChatTemplate
-
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE + "{% if mode %}{{ mode }}{% endif %}"
-    return first_prompts(rows, {row.row for row in rows} - {99}, ChatTemplate(tokenizer, options), wanted)
-
-
-def test_prompts_are_the_templates_own() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    history = [say("system", "be"), say("user", "ba do ?")]
-    rows = [
-        Row(1, "s", [*history, say("assistant", "ki"), say("user", "more"), say("assistant", "lu")]),
-        Row(2, "s", [say("user", "ba"), say("assistant", "ki")], tools=TOOLS),
-    ]
-    expected = [
-        (row, tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
-        for row, messages, tools in ((1, history, None), (2, [say("user", "ba")], TOOLS))
-    ]
-    assert prompts_of(rows) == expected
-    assert prompts_of(rows, wanted=1) == expected[:1]
-    assert "add" in tokenizer.decode(expected[1][1])
-    assert tokenizer.decode(prompts_of(rows[1:], options={"mode": "quick"})[0][1]).endswith("assistant\nquick")
-
-
-def test_rows_without_a_prompt_are_left_out() -> None:
-    asked = [say("user", "ba"), say("assistant", "ki")]
-    rows = [
-        Row(1, "s", text="ready text"), Row(2, "s", [say("user", "refuse me"), say("assistant", "no")]),
-        Row(3, "s", [say("system", "x"), say("assistant", "ki")]), Row(99, "s", asked), Row(5, "s", asked),
-        Row(6, "s", asked),
-    ]  # fmt: skip
-    assert [row for row, _ in prompts_of(rows, wanted=1)] == [5]
-    assert prompts_of(rows[:4]) == []

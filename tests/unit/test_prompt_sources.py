@@ -402,8 +402,8 @@ def test_dates_and_times_as_ids(tmp_path: Path):
 
 
 def test_parquet_files_without_prompts(tmp_path: Path):
-    path = save(tmp_path, "parquet", [{"question": "a", "answer": "b"}])
-    with pytest.raises(EyasError, match=r"has none of the columns conversations, .*; it has question, answer$"):
+    path = save(tmp_path, "parquet", [{"query": "a", "answer": "b"}])
+    with pytest.raises(EyasError, match=r"has none of the columns conversations, .*; it has query, answer$"):
         write_prompts(plain(path), 1, 1, 1, tmp_path / "out")
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
     with pytest.raises(EyasError, match="no prompts in"):

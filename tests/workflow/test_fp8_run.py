@@ -25,8 +25,8 @@ def test_a_run_with_states_in_fp8(workdir: Workdir) -> None:
     history = json.loads((folder / "drafters" / "small" / "epoch_2" / "trainer_state.json").read_text())["history"]
     assert history[1]["loss"] < history[0]["loss"]
     evaluation = json.loads((folder / "drafters" / "small" / "evaluation.json").read_text())
-    trained = evaluation["drafters"]["trained"]
-    assert trained["offline"]["expected_acceptance_length"] > 1.1 and trained["decoding"]["lossless"]
+    assert evaluation["offline"]["trained"]["expected_acceptance_length"] > 1.1
+    assert evaluation["prompt_sets"]["held_out"]["lossless"]
     assert verify_run("tiny", workdir.path / "results")["problems"] == []
     assert workdir.dry_run().nothing_to_do
     workdir.settings["extraction"]["dtype"] = "bfloat16"

@@ -29,7 +29,7 @@ STAGES = {
     "vocabulary": (["vocab_map"], ("logs/vocab_map/100.log", "")),
     "initialisation": (["drafters/small/epoch_0"], ("logs/small/epoch_0.log", "")),
     "training": (["drafters/small/epoch_1"], ("logs/small/epoch_1.log", "Saved after 5 of 16 batches")),
-    "evaluation": (["drafters/small/evaluation.json"], ("logs/small/evaluation.log", "Plain greedy decoding")),
+    "evaluation": (["drafters/small/evaluation.json"], ("logs/small/evaluation.log", "Prompt set held_out")),
     "export": (["drafters/small/export"], ("logs/small/export_sglang.log", "")),
     "summary": (["summary.txt", "summary.json"], ("logs/summary.log", "")),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -118,19 +120,34 @@ class Workdir:
         return self.path / "results" / "tiny"
 
     def digests(self, *patterns: str) -> dict[str, str]:
-        """Checksums of the run's artefacts; hidden-state sidecars hold seconds and are left out."""
+        """Checksums of the run's artefacts, wall-clock times in them left aside; hidden-state sidecars hold little else."""
         found = {}
         for pattern in patterns or ("*",):
             for file in sorted(self.run_folder.rglob(pattern)):
                 name = file.relative_to(self.run_folder).as_posix()
                 timed = name.startswith(("logs/", "benchmarks/")) or re.match(r"hidden_states/rows_.*\.json$", name)
                 if file.is_file() and not timed:
-                    found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+                    found[name] = hashlib.sha256(without_times(name, file.read_bytes())).hexdigest()
         return found
 
     def leftovers(self) -> list[str]:
         """Locks, staging folders and partial files that should be gone."""
         return [str(p) for p in (self.path / "results").rglob(".*")]
+
+
+def without_times(name: str, content: bytes) -> bytes:
+    """A file's contents without wall-clock times: two runs never agree on those."""
+    if name in ("summary.txt", "report.html"):
+        return b""  # they show the figures that summary.json and evaluation.json hold
+
+    def stripped(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: stripped(entry) for key, entry in value.items() if key not in ("seconds", "speedup")}
+        return value
+
+    if name == "summary.json" or name.endswith("/evaluation.json"):
+        return json.dumps(stripped(json.loads(content))).encode()
+    return content
 
 
 def wait_until_gone(group: int) -> None:

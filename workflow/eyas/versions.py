@@ -13,7 +13,7 @@ VERSIONS = {
     "drafter": 1,
     "training": 2,
     "selection": 1,
-    "evaluation": 2,
+    "evaluation": 3,
     "export": 2,
     "card": 1,
     "report": 1,

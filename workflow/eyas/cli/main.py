@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from eyas import __version__
 from eyas.errors import EyasError
@@ -35,6 +37,19 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _evaluate(args: argparse.Namespace) -> int:
+    from eyas.cli.evaluate import OVERRIDES, evaluate_folder, log_to_stderr, show
+
+    log_to_stderr()
+    changes = {key: getattr(args, key) for key in OVERRIDES}
+    result = evaluate_folder(
+        args.run, args.drafter_folder, Path(args.results), args.configfile, changes, args.decoding_only, args.threads,
+        args.gpu,
+    )  # fmt: skip
+    print(json.dumps(result, indent=1)) if args.json else show(result)
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     from eyas.cli.plan import space_for
     from eyas.extraction.space import describe
@@ -59,6 +74,46 @@ def _seconds(text: str) -> float:
     if not 0.1 <= value <= 86_400:
         raise ValueError(text)
     return value
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if (value := int(text)) < least:
+            raise ValueError(text)
+        return value
+
+    whole.__name__ = f"whole number of at least {least}"  # argparse's word for it
+    return whole
+
+
+def _add_evaluate(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="measure a drafter folder on a run",
+        description="Acceptance of any EAGLE-3 drafter (a checkpoint or an export of Eyas, or a published head), from"
+        " the hidden states of the run's held-out rows and in decoding the run's prompt sets, beside plain decoding and"
+        " prompt lookup. Nothing is written. Exit code 0, or 2 when the drafter or the run cannot be used.",
+    )
+    evaluate.add_argument("--run", required=True, help="name of the run, or its folder")
+    evaluate.add_argument(
+        "--drafter-folder", type=Path, required=True, help="folder with the drafter's config.json and safetensors"
+    )
+    evaluate.add_argument("--results", default="results", help="folder of the runs (default: results)")
+    evaluate.add_argument("--configfile", help="the configuration (default: the settings that the run recorded)")
+    evaluate.add_argument(
+        "--decoding-only", action="store_true", help="leave the hidden states out; the drafter may read other layers"
+    )
+    for name, meaning in (
+        ("draft-steps", "steps of drafting in a round"), ("topk", "branches of a drafted token; 1 is a chain"),
+        ("draft-tokens", "tokens checked in a round, the root included"), ("max-new-tokens", "tokens a prompt"),
+        ("prompts", "prompts of each set"),
+    ):  # fmt: skip
+        evaluate.add_argument(f"--{name}", type=_at_least(1), metavar="N", help=f"{meaning} (default: as configured)")
+    evaluate.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: as configured)")
+    evaluate.add_argument("--threads", type=_at_least(1), default=2, metavar="N", help="CPU threads (default: 2)")
+    evaluate.add_argument("--gpu", type=_at_least(0), default=0, metavar="N", help="GPUs (default: 0, the CPU)")
+    evaluate.add_argument("--json", action="store_true", help="print what evaluation.json would hold")
+    evaluate.set_defaults(work=_evaluate)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,6 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print JSON, token by token")
     form.add_argument("--raw", action="store_true", help="print the text alone, without header and marks")
     inspect.set_defaults(work=_inspect)
+    _add_evaluate(commands)
     return parser
 
 

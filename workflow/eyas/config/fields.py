@@ -17,6 +17,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=100)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "fp8_e4m3"]
+PromptFormat = Literal["auto", "messages", "sharegpt", "prompt", "text"]
 
 
 def _number(value: Any) -> Any:

@@ -137,6 +137,12 @@ def _impossible(config: Config) -> list[str]:
                 f"data.prompts: {file.path}: .jsonl, .ndjson and .json files (also as .gz or .zst) and .parquet"
                 " files are read"
             )
+    for name, prompt_set in config.evaluation.prompt_sets.items():
+        if prompt_set.path is not None and not _READ.search(prompt_set.path):
+            problems.append(
+                f"evaluation.prompt_sets.{name}.path: {prompt_set.path}: .jsonl, .ndjson and .json files (also as"
+                " .gz or .zst) and .parquet files are read"
+            )
     if responses.engine == "openai":
         problems += _unreachable(responses)
     places = [*config.packages, *([config.target.path] if config.target.gguf else [])]

@@ -6,11 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from eyas.config.fields import Dtype, Name, Number, StoredDtype, Strict, identity, runtime
+from eyas.config.evaluation import Evaluation, PromptSet
+from eyas.config.fields import Dtype, Name, Number, PromptFormat, StoredDtype, Strict, identity, runtime
 from eyas.config.responses import Endpoint, EndpointOptions, Responses
 from eyas.config.sglang import Sglang
 
-__all__ = ["Config", "Drafter", "Endpoint", "EndpointOptions", "PromptFiles", "Responses", "Training", "identity"]
+__all__ = [
+    "Config", "Drafter", "Endpoint", "EndpointOptions", "Evaluation", "PromptFiles", "PromptSet", "Responses",
+    "Training", "identity",
+]  # fmt: skip
 
 
 class ExpectedSizes(Strict):
@@ -54,9 +58,6 @@ class PackagedFile(Strict):
     """Checksum of the file; anything else is refused."""
 
 
-PromptFormat = Literal["auto", "messages", "sharegpt", "prompt", "text"]
-
-
 class PromptFiles(Strict):
     """A prompt file, or several by a pattern."""
 
@@ -81,7 +82,8 @@ class Data(Strict):
     mapping of `path`, `format` and `source`."""
     format: PromptFormat = "auto"
     """What the records look like: `messages` (OpenAI), `sharegpt` (`conversations`), `prompt` (`prompt`,
-    or `instruction` and `input`), `text` (ready text, supervised from end to end). `auto` looks."""
+    `instruction` and `input`, `question`, or the first of `turns`), `text` (ready text, supervised from end
+    to end). `auto` looks."""
     rows: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows to use. `auto` counts local files as the Snakefile is parsed."""
     shard_rows: int = Field(500, ge=1)
@@ -288,21 +290,6 @@ class Drafter(Strict):
     """Tokens that the drafter can propose."""
     model: DrafterModel = DrafterModel()
     training: Training = Training()
-
-
-class Evaluation(Strict):
-    """Acceptance on held-out rows."""
-
-    draft_steps: int = Field(5, ge=1, le=32)
-    """Tokens drafted in a round (a chain)."""
-    prompts: int = Field(16, ge=1)
-    """Held-out prompts decoded for real (as many as there are, if fewer)."""
-    max_new_tokens: int = Field(64, ge=1)
-    """Tokens decoded for each prompt."""
-    threads: int = runtime(2, ge=1)
-    """CPU threads of the job."""
-    gpu: int = runtime(0, ge=0)
-    """GPUs of the job."""
 
 
 class Config(Strict):

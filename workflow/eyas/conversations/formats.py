@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 FORMATS = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
-    "prompt": ("prompt", "instruction"),
+    "prompt": ("prompt", "instruction", "question", "turns"),
     "text": ("text",),
 }
 _FORMAT_OF = {key: name for name, keys in FORMATS.items() for key in keys}
 FORMAT_KEYS = frozenset(_FORMAT_OF)
-_QUESTIONS, _ANSWERS = ("instruction", "prompt"), ("response", "completion", "output", "answer")
-_IDS, _SOURCES = ("id", "conversation_id", "uuid", "prompt_id"), ("source", "dataset")
+_QUESTIONS, _ANSWERS = ("instruction", "prompt", "question"), ("response", "completion", "output", "answer")
+_IDS, _SOURCES = ("id", "conversation_id", "uuid", "prompt_id", "question_id", "task_id"), ("source", "dataset")
 # All that is ever read of a record.
 RECORD_KEYS = FORMAT_KEYS | {"input", "system", "tools", *_ANSWERS, *_IDS, *_SOURCES}
 
@@ -86,12 +86,13 @@ def _content(record: Any, expected: str | None, forced: bool) -> Content:
     if expected in formats:
         chosen = expected
     elif forced and expected:
-        keys = " or ".join(f"`{key}`" for key in FORMATS[expected])
+        *first, last = (f"`{key}`" for key in FORMATS[expected])
+        keys = f"{', '.join(first)} or {last}" if first else last
         raise UnusableRecord(f"no {keys} in it; data.format is {expected}")
     elif formats:
         chosen = formats[0]
     else:
-        known = "no messages, conversations, prompt, instruction or text"
+        known = "no messages, conversations, prompt, instruction, question, turns or text"
         raise UnusableRecord(f"{known} among {[str(key)[:40] for key in sorted(record, key=str)[:8]]}")
     if chosen == "text":
         return _ready_text(record["text"])
@@ -162,14 +163,26 @@ def _ready_text(value: Any) -> Content:
 
 
 def _single_turn(record: dict[str, Any]) -> tuple[list[Message], list[int]]:
-    """`instruction` or `prompt`, with `input`, and the answer if there is one; their numbers."""
-    prompt = _text(next(record[key] for key in _QUESTIONS if record.get(key) is not None), "the prompt")
+    """`instruction`, `prompt` or `question`, with `input`, and the answer if there is one; their numbers.
+
+    Of `turns` (MT-bench: what a user says, turn by turn, without the answers) the first is the prompt: the
+    later ones need the target's own answers before them.
+    """
+    asked = next((record[key] for key in _QUESTIONS if record.get(key) is not None), None)
+    prompt = _first_turn(record["turns"]) if asked is None else _text(asked, "the prompt")
     extra = _text(record.get("input") or "", "`input`")
     messages = [{"role": "user", "content": f"{prompt}\n\n{extra}" if extra.strip() else prompt}]
     answer = next((record[key] for key in _ANSWERS if record.get(key) is not None), "")
     if (answer := _text(answer, "the answer")).strip():
         messages.append({"role": "assistant", "content": answer})
     return messages, [1, 2]
+
+
+def _first_turn(turns: Any) -> str:
+    turns = _listed(turns, "`turns`")
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        raise UnusableRecord("`turns` is no list of texts")
+    return writable(turns[0])
 
 
 # ---- conversations

@@ -1,55 +1,158 @@
-"""The evaluation of a drafter: offline acceptance and real greedy chain decoding on held-out rows."""
+"""The evaluation of a drafter: acceptance from hidden states, and real decoding of prompt sets beside baselines."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eyas.conversations import Row, read_rows
 from eyas.decoding import offline
-from eyas.decoding.chain import Decoded, greedy, speculate
+from eyas.decoding.eagle import EagleProposer
+from eyas.decoding.measure import DEFINITIONS, PLAIN, measure_set
+from eyas.decoding.ngram import NgramProposer
+from eyas.decoding.prompt_sets import Conversations, read_prompt_sets
+from eyas.decoding.proposers import Proposer
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.dataset import HiddenStates
 from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
-from eyas.extraction.manifest import Manifest, require, require_target
-from eyas.jobs import Progress
-from eyas.shards import is_held_out, read_json, shards_of, write_json, write_lock
+from eyas.extraction.manifest import Manifest, read_manifest, require, require_target
+from eyas.shards import read_json, write_json, write_lock
 from eyas.target.chat import ChatTemplate
 from eyas.target.model import TargetModel, config_hash, load_target
-from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, tokenizer_hashes
+from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = VERSIONS["evaluation"]
 
-CHAIN_DEFINITION = (
-    "acceptance_length: tokens committed per target forward pass after the prefill (accepted drafts + 1), greedy,"
-    " chain of draft_steps; lossless: every output equals the target's own greedy output, token for token"
-)
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run has to measure drafters on: `folder` with its manifest, tokens and conversations."""
+
+    folder: Path
+    rows: int
+    shard_rows: int
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.folder / "hidden_states" / "data_config.json")
+
+    def conversations(self, held_out_every: int) -> Conversations:
+        return Conversations(self.folder / "conversations", self.rows, self.shard_rows, held_out_every)
 
 
-def held_out_rows(folder: Path, rows: int, shard_rows: int, held_out_every: int) -> list[Row]:
-    """The usable held-out conversations of a run, in row order."""
-    found = []
-    for shard in shards_of(rows, shard_rows):
-        if any(is_held_out(row, held_out_every) for row in range(shard.start, shard.end)):
-            found += [row for row in read_rows(folder / f"{shard.name}.jsonl") if is_held_out(row.row, held_out_every)]
-    return [row for row in found if row.skipped is None]
+class Measurement:
+    """A run's target and data, ready to measure drafters on.
+
+    `settings`: all of `RunPlan.evaluation_settings`. Raises EyasError when the target is not the one that the
+    run's hidden states are from.
+    """
+
+    def __init__(self, run: RunFiles, reference: TargetReference, settings: Mapping[str, Any], gpus: int = 0) -> None:
+        self.run, self.settings = run, settings
+        self.manifest = run.manifest()
+        self.tokenizer = load_tokenizer(reference)
+        require_target(self.manifest, config_hash(reference), reference.path)
+        require(self.manifest, **tokenizer_hashes(self.tokenizer))
+        self.end_ids = end_of_turn_ids(reference, self.tokenizer)
+        self.target: TargetModel = load_target(reference, gpus)
+
+    def evaluate(
+        self, drafter: Drafter, checkpoint: str, untrained: Drafter | None = None, states: bool = True
+    ) -> dict[str, Any]:
+        """The contents of evaluation.json.
+
+        `checkpoint`: how the drafter is called there. `states` False leaves out the figures from hidden states
+        (they are null then). Raises EyasError when no held-out row is usable for them.
+        """
+        settings = self.settings
+        steps = settings["draft_steps"]
+        drafter, untrained = self._ready(drafter), None if untrained is None else self._ready(untrained)
+        from_states: dict[str, Any] = {"trained": None, "untrained": None}
+        usable: set[int] | None = None
+        if states:
+            data, rows = self._held_out()
+            usable = {int(data.row_ids[i]) for i in rows}
+            for which, one in (("trained", drafter), ("untrained", untrained)):
+                if one is not None:
+                    from_states[which] = _from_states(one, data, rows, steps)
+                    length = from_states[which]["expected_acceptance_length"]
+                    log.info(
+                        "From the states of %d held-out rows, %s: acceptance length %.3f.", len(usable), which, length
+                    )
+        chat = ChatTemplate(self.tokenizer, settings["template_options"])
+        conversations = self.run.conversations(settings["held_out_every"])
+        prompt_sets = read_prompt_sets(settings["prompt_sets"], conversations, chat, usable)
+        ways: dict[str, Proposer | None] = {PLAIN: None, "trained": self._eagle(drafter), "ngram": NgramProposer(steps)}
+        if untrained is not None:
+            ways["untrained"] = self._eagle(untrained)
+        measured = {}
+        for name, prompt_set in prompt_sets.items():
+            measured[name] = measure_set(self.target, ways, prompt_set, self.end_ids, settings, name)
+            _log_set(name, measured[name])
+        definitions = {"offline": offline.DEFINITION} | DEFINITIONS
+        for definition in definitions.values():
+            log.info("%s.", definition)
+        return {
+            "format_version": FORMAT_VERSION,
+            "definitions": definitions,
+            "engine": "transformers",
+            "settings": {
+                key: settings[key] for key in ("draft_steps", "topk", "draft_tokens", "temperature", "max_new_tokens")
+            },
+            "checkpoint": checkpoint,
+            "held_out_rows": None if usable is None else len(usable),
+            "offline": from_states,
+            "prompt_sets": measured,
+        }
+
+    def _ready(self, drafter: Drafter) -> Drafter:
+        return drafter.to(self.target.device).eval()
+
+    def _eagle(self, drafter: Drafter) -> EagleProposer:
+        settings = self.settings
+        return EagleProposer(
+            drafter, drafter.shape.layers, settings["draft_steps"], settings["topk"], settings["draft_tokens"]
+        )
+
+    def _held_out(self) -> tuple[HiddenStates, list[int]]:
+        data = HiddenStates(self.manifest, self.run.folder / "tokens")
+        rows: list[int] = data.select(self.settings["held_out_every"], held_out=True).tolist()
+        if not rows:
+            raise EyasError(
+                "no usable held-out row to measure acceptance on; lower data.held_out_every or add rows (the tokens'"
+                " .json files say why rows were skipped)"
+            )
+        return data, rows
 
 
-def _offline(drafter: Drafter, data: HiddenStates, rows: list[int], steps: int) -> dict[str, Any]:
+def _from_states(drafter: Drafter, data: HiddenStates, rows: list[int], steps: int) -> dict[str, Any]:
     counts = offline.chained_accuracy(drafter, data, rows, steps)
     return {
         "accuracy_by_step": counts.accuracy,
         "positions_by_step": counts.reached.tolist(),
         "expected_acceptance_length": counts.acceptance_length(steps),
+        "expected_acceptance_lengths": [counts.acceptance_length(length) for length in range(1, steps + 1)],
     }
+
+
+def _log_set(name: str, figures: Mapping[str, Any]) -> None:
+    """The figures of a prompt set, a line for each way of decoding."""
+    for way, values in [("trained", figures), *figures["baselines"].items()]:
+        if values is None or values["acceptance_length"] is None:
+            continue
+        lossless = {True: ", lossless", False: ", NOT equal to plain greedy decoding", None: ""}[values["lossless"]]
+        log.info(
+            "%s, %s: acceptance length %.3f, %.3f tokens a target forward, speedup %.2f, %.0f%% looping%s.",
+            name, way, values["acceptance_length"], values["tokens_per_forward"], values["speedup"],
+            100 * values["looping_share"], lossless,
+        )  # fmt: skip
 
 
 def _epoch_of(folder: Path) -> str:
@@ -58,137 +161,18 @@ def _epoch_of(folder: Path) -> str:
     return f"epoch_{read_json(selection)['epoch']}" if selection.is_file() else folder.name
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first token where two outputs differ, or None."""
-    for index in range(max(len(a), len(b))):
-        if a[index : index + 1] != b[index : index + 1]:
-            return index
-    return None
-
-
-def _chain(
-    target: TargetModel,
-    drafter: Drafter,
-    layers: Sequence[int],
-    prompts: Sequence[tuple[int, list[int]]],
-    end_ids: Sequence[int],
-    references: Sequence[Decoded],
-    settings: dict[str, Any],
-    progress: Progress,
-) -> dict[str, Any]:
-    steps = settings["draft_steps"]
-    tokens = forwards = 0
-    reached, right = [0] * steps, [0] * steps
-    differences: list[dict[str, int]] = []
-    for (row, prompt), reference in zip(prompts, references, strict=True):
-        made = speculate(target, drafter, layers, prompt, end_ids, settings["max_new_tokens"], steps)
-        tokens += len(made.ids) - 1  # the first token is the prefill's
-        forwards += made.forwards
-        for accepted in made.accepted:
-            for step in range(min(accepted + 1, steps)):
-                reached[step] += 1
-                right[step] += step < accepted
-        place = _first_difference(made.ids, reference.ids)
-        if place is not None:
-            differences.append({"row": row, "token": place})
-            log.warning("Row %d: the output differs from plain greedy decoding at token %d.", row, place)
-        progress.advance(1, f"{tokens / max(forwards, 1):.2f} tokens a target forward")
-    return {
-        "acceptance_length": tokens / forwards if forwards else None,
-        "acceptance_by_step": [r / n if n else None for r, n in zip(right, reached, strict=True)],
-        "tokens": tokens,
-        "target_forwards": forwards,
-        "lossless": not differences,
-        "differences": differences,
-    }
-
-
-def first_prompts(
-    rows: Sequence[Row], usable: set[int], chat: ChatTemplate, wanted: int
-) -> list[tuple[int, list[int]]]:
-    """(row, ids up to the open answer) of the first user turn, with what is before it, of `wanted` rows.
-
-    The first ones among `usable` that have a prompt: ready text has none, nor has a conversation without a
-    user's turn; one whose beginning the chat template refuses is left out.
-    """
-    prompts: list[tuple[int, list[int]]] = []
-    for row in rows:
-        if len(prompts) == wanted:
-            break
-        asked = next((i for i, message in enumerate(row.messages) if message["role"] == "user"), None)
-        if row.row not in usable or row.text is not None or asked is None:
-            continue
-        try:
-            prompts.append((row.row, chat.prompt_ids(row.messages[: asked + 1], row.tools)))
-        except TemplateRefusal as exc:
-            log.info("Row %d (%s) gives no prompt: %s.", row.row, row.place or row.source, exc)
-    return prompts
-
-
 def evaluate(
-    manifest: Manifest,
-    tokens_folder: Path,
-    held_out: Sequence[Row],
-    target_reference: TargetReference,
-    checkpoints: dict[str, Path],
-    settings: dict[str, Any],
+    run: RunFiles,
+    reference: TargetReference,
+    trained: Path,
+    untrained: Path,
+    settings: Mapping[str, Any],
     output: Path,
     gpus: int = 0,
 ) -> None:
-    """Measure each of `checkpoints` (`trained`, `untrained`: folder) and write `output` as JSON.
-
-    `settings`: draft_steps, prompts, max_new_tokens, held_out_every, template_options. `held_out`: usable
-    held-out conversations; where none has a prompt (ready text), only the offline figures are measured and
-    the acceptance of decoding is null. Raises EyasError when no held-out row is usable.
-    """
-    with write_lock(output):
-        data = HiddenStates(manifest, tokens_folder)
-        rows = data.select(settings["held_out_every"], held_out=True).tolist()
-        if not rows or not held_out:
-            raise EyasError(
-                "no usable held-out row to measure acceptance on; lower data.held_out_every or add rows (the tokens'"
-                " .json files say why rows were skipped)"
-            )
-        tokenizer = load_tokenizer(target_reference)
-        require_target(manifest, config_hash(target_reference), target_reference.path)
-        require(manifest, **tokenizer_hashes(tokenizer))
-        target = load_target(target_reference, gpus)
-        end_ids = end_of_turn_ids(target_reference, tokenizer)
-        usable = {int(data.row_ids[i]) for i in rows}  # tokenisation may have skipped more
-        chat = ChatTemplate(tokenizer, settings.get("template_options"))
-        prompts = first_prompts(held_out, usable, chat, settings["prompts"])
-        if not prompts:
-            log.warning("No held-out row has a prompt, so acceptance is measured from the hidden states alone.")
-        progress = Progress("Plain greedy decoding", len(prompts), "prompts")
-        references = []
-        for _, prompt in prompts:
-            references.append(greedy(target, prompt, end_ids, settings["max_new_tokens"]))
-            progress.advance(1)
-        log.info("%s.", progress.line())
-        result: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "definitions": {"offline": offline.DEFINITION, "decoding": CHAIN_DEFINITION},
-            "draft_steps": settings["draft_steps"],
-            "held_out_rows": len(usable),
-            "prompts": len(prompts),
-            "drafters": {},
-        }
-        for name, folder in checkpoints.items():
-            drafter = load_drafter(folder).to(target.device).eval()
-            progress = Progress(f"Speculative decoding, {name}", len(prompts), "prompts")
-            with torch.inference_mode():
-                facts: dict[str, Any] = {
-                    "checkpoint": _epoch_of(folder),
-                    "offline": _offline(drafter, data, rows, settings["draft_steps"]),
-                    "decoding": _chain(
-                        target, drafter, manifest.layers, prompts, end_ids, references, settings, progress
-                    ),
-                }
-            result["drafters"][name] = facts
-            log.info(
-                "%s drafter: expected acceptance length %.3f offline; %.3f tokens a target forward in decoding, %s.",
-                name.capitalize(), facts["offline"]["expected_acceptance_length"],
-                facts["decoding"]["acceptance_length"] or 1.0,
-                "lossless" if facts["decoding"]["lossless"] else "NOT equal to plain greedy decoding",
-            )  # fmt: skip
-        write_json(output, result)
+    """Measure the checkpoint in the folder `trained` beside the one before training; write `output` as JSON."""
+    if settings["engine"] != "transformers":
+        raise EyasError(f"evaluation.engine: {settings['engine']} is not there yet; write transformers")
+    with write_lock(output), torch.inference_mode():
+        measurement = Measurement(run, reference, settings, gpus)
+        write_json(output, measurement.evaluate(load_drafter(trained), _epoch_of(trained), load_drafter(untrained)))

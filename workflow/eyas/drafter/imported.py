@@ -63,12 +63,20 @@ class ImportedDrafter:
         )  # fmt: skip
 
 
-def _wrong(folder: Path, what: str) -> EyasError:
-    return EyasError(f"model.init_from: {folder}: {what}")
+class UnusableDrafter(EyasError):
+    """Why a drafter in a folder cannot be used (`what`); the message names the key that asked for it."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        super().__init__(f"model.init_from: {folder}: {what}")
+        self.folder, self.what = folder, what
+
+
+def _wrong(folder: Path, what: str) -> UnusableDrafter:
+    return UnusableDrafter(folder, what)
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def reading(folder: Path) -> Iterator[None]:
     """Whatever files that others made raise, as one message."""
     try:
         yield
@@ -80,7 +88,7 @@ def _reading(folder: Path) -> Iterator[None]:
         raise _wrong(folder, message) from None
 
 
-def _open(folder: Path) -> StoredWeights:
+def open_drafter(folder: Path) -> StoredWeights:
     if not folder.is_dir():
         raise _wrong(
             folder, "no such folder; name one with a drafter's config.json and model.safetensors (download it first)"
@@ -93,7 +101,7 @@ def _open(folder: Path) -> StoredWeights:
         if others:
             message += f", only {', '.join(others[:3])}: such files can run code as they are read, so Eyas never does"
         raise _wrong(folder, f"{message}; put the drafter there as safetensors")
-    with _reading(folder):
+    with reading(folder):
         return StoredWeights.open(folder)
 
 
@@ -105,13 +113,13 @@ def init_checksum(model_settings: dict[str, Any]) -> str | None:
     if model_settings["init"] != "checkpoint":
         return None
     folder = Path(model_settings["init_from"])
-    stored = _open(folder)
-    with _reading(folder):
+    stored = open_drafter(folder)
+    with reading(folder):
         names = {CONFIG, *stored.files.values(), *([INDEX] if (folder / INDEX).is_file() else [])}
         return fingerprint(**{name: checksum(folder / name) for name in sorted(names)})
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_drafter_config(folder: Path) -> dict[str, Any]:
     """config.json with its sizes at the top, wherever the maker keeps them, and layer ids in Eyas's counting."""
     try:
         values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -136,15 +144,15 @@ def _check_meaning(folder: Path, config: dict[str, Any], shape: DrafterShape, de
         raise _wrong(
             folder,
             f"its config.json switches on {', '.join(on)}, with which the same weights compute something else than"
-            " Eyas's drafter does; start from another drafter, or set model.init: target_layer",
+            " Eyas's drafter does; take another drafter",
         )
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise _wrong(folder, f"its hidden_act is {activation}, Eyas's drafter has silu; start from another drafter")
+        raise _wrong(folder, f"its hidden_act is {activation}, Eyas's drafter has silu; take another drafter")
     if (vocab_size := config.get("vocab_size") or shape.vocab_size) != shape.vocab_size:
         raise _wrong(
             folder,
             f"its vocab_size is {vocab_size}, the target's is {shape.vocab_size}: it drafts for another vocabulary;"
-            " start from a drafter of this target",
+            " take a drafter of this target",
         )
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
@@ -187,7 +195,7 @@ def _by_our_names(folder: Path, stored: StoredWeights, shape: DrafterShape) -> d
         if unknown:
             shown = ", ".join(unknown[:12]) + (f" and {len(unknown) - 12} more" if len(unknown) > 12 else "")
             parts.append(f"holds what Eyas's drafter has no place for: {shown}")
-        raise _wrong(folder, f"{'; '.join(parts)}; start from a one-layer Llama-like EAGLE-3 drafter")
+        raise _wrong(folder, f"{'; '.join(parts)}; take a one-layer Llama-like EAGLE-3 drafter")
     return names
 
 
@@ -214,13 +222,13 @@ def _check_shapes(
     advice = [f"model.{key}: {value}" for key, value in theirs.items() if value != ours[key]]
     reads, target = shapes["fc.weight"][-1], 3 * shape.target_hidden_size
     if reads != target:
-        todo = f"it reads {reads} numbers of a target's states, not {target}: start from a drafter of this target"
+        todo = f"it reads {reads} numbers of a target's states, not {target}: take a drafter of this target"
     elif advice:
         todo = f"set {', '.join(sorted(advice))} to start from it"
     elif any(name.startswith("midlayer.self_attn") for name in wrong):
         todo = f"set {', '.join(f'model.{key}' for key in _HEADS)} to its own to start from it"
     else:
-        todo = "start from a drafter of this target"
+        todo = "take a drafter of this target"
     more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
     raise _wrong(folder, f"does not fit this run's drafter: {'; '.join(wrong[:3])}{more}; {todo}")
 
@@ -247,7 +255,7 @@ def _target_ids(folder: Path, d2t: Tensor | None, t2d: Tensor | None, rows: int,
 
 def _require_finite(folder: Path, name: str, tensor: Tensor) -> None:
     if not bool(torch.isfinite(tensor).all()):
-        raise _wrong(folder, f"{name} holds NaN or infinity; start from another drafter")
+        raise _wrong(folder, f"{name} holds NaN or infinity; take another drafter")
 
 
 def import_drafter(folder: Path, shape: DrafterShape, depth: int) -> ImportedDrafter:
@@ -255,17 +263,17 @@ def import_drafter(folder: Path, shape: DrafterShape, depth: int) -> ImportedDra
 
     Raises EyasError when it is not there, damaged, or does not fit; warns where it was trained otherwise.
     """
-    stored = _open(folder)
+    stored = open_drafter(folder)
     try:
-        config = _read_config(folder)
+        config = read_drafter_config(folder)
         _check_meaning(folder, config, shape, depth)
     except (AttributeError, TypeError, ValueError) as exc:
         raise _wrong(folder, f"config.json is not one of an EAGLE-3 drafter ({exc})") from None
-    with _reading(folder):
+    with reading(folder):
         names = _by_our_names(folder, stored, shape)
         for name, place in names.items():
             if name not in ("d2t", "t2d") and (how := stored.quantisation(place)):
-                raise _wrong(folder, f"{place} is quantised ({how}); start from a drafter with plain weights")
+                raise _wrong(folder, f"{place} is quantised ({how}); take a drafter with plain weights")
         _check_shapes(folder, config, {name: stored.shape(place) for name, place in names.items()}, shape)
         maps = {name: stored.read(names[name]) if name in names else None for name in ("d2t", "t2d")}
         lm_head = stored.read(names["lm_head.weight"])

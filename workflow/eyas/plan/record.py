@@ -42,6 +42,8 @@ def _describe(plan: RunPlan) -> dict[str, Any]:
         "dump_folder": config.extraction.sglang.dump_folder if config.extraction.engine == "sglang" else None,
         "drafters": {n: {"epochs": d.training.epochs, "draft_vocab_size": d.draft_vocab_size} for n, d in
                      config.drafters.items()},
+        "target": json.loads(plan.target_json),
+        "evaluation": json.loads(plan.evaluation_settings),
     }  # fmt: skip
 
 

@@ -133,8 +133,23 @@ class RunPlan:
 
     @property
     def evaluation_settings(self) -> str:
-        settings = identity(self.config.evaluation) | {"held_out_every": self.config.data.held_out_every}
-        return _json(settings | {"template_options": self.config.tokenization.template_options})
+        """All that an evaluation depends on, with what was left open filled in."""
+        evaluation = self.config.evaluation
+        settings = identity(evaluation, exclude={"prompts", "prompt_sets"}) | {
+            "draft_tokens": evaluation.verified_tokens,
+            "held_out_every": self.config.data.held_out_every,
+            "template_options": self.config.tokenization.template_options,
+            "seed": self.config.seed if evaluation.temperature > 0 else 0,
+            "prompt_sets": {
+                name: prompt_set.model_dump() | {"prompts": prompt_set.prompts or evaluation.prompts}
+                for name, prompt_set in evaluation.prompt_sets.items()
+            },
+        }
+        return _json(settings)
+
+    @property
+    def evaluation_files(self) -> list[str]:
+        return self.config.evaluation.prompt_files
 
     def model_settings(self, drafter: str) -> str:
         return _json(identity(self.config.drafters[drafter].model) | {"seed": self.config.seed})
@@ -192,6 +207,7 @@ def plan_run(values: Mapping[str, Any], source: str) -> RunPlan:
         prompts = expand(config.data.prompts, lambda path: _is_packaged(config, path))
         rows = _count_rows(config, [file.path for file in prompts])
         _check_starts(config)
+        _check_prompt_sets(config)
         _check_results(config.results)
     except EyasError as exc:
         raise EyasError("\n".join(f"{source}: {line}" for line in str(exc).splitlines())) from None
@@ -247,6 +263,16 @@ def _check_starts(config: Config) -> None:
             raise EyasError(
                 f"drafters.{name}.model.init_from: {folder} has no config.json; name the folder of a drafter"
                 " (config.json and model.safetensors)"
+            )
+
+
+def _check_prompt_sets(config: Config) -> None:
+    """Whether the prompt sets are there, or will be."""
+    for name, prompt_set in config.evaluation.prompt_sets.items():
+        path = prompt_set.path
+        if path is not None and not (os.path.isfile(path) or _is_packaged(config, path)):
+            raise EyasError(
+                f"evaluation.prompt_sets.{name}.path: {path} does not exist; name a file of prompts, or one of packages"
             )
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from eyas.shards import read_json, write_json, write_lock, write_text
+from eyas.summary.acceptance import acceptance_facts, acceptance_table, as_text, definition_lines, expected_lengths
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +28,7 @@ def _drafter_facts(run: Path, name: str, epochs: int, draft_vocab_size: int) -> 
         "best_epoch": selection["epoch"],
         "parameters": training["parameters"],
         "loss_by_epoch": [record["loss"] for record in training["history"] if "loss" in record],
-        "draft_steps": evaluation["draft_steps"],
-        "acceptance": {
-            which: {
-                "offline": facts["offline"]["expected_acceptance_length"],
-                "decoding": facts["decoding"]["acceptance_length"],
-                "lossless": facts["decoding"]["lossless"],
-            }
-            for which, facts in evaluation["drafters"].items()
-        },
-        "prompts": evaluation["prompts"],
-        "held_out_rows": evaluation["held_out_rows"],
+        "acceptance": acceptance_facts(evaluation),
         "export": str(folder / "export" / "sglang"),
     }
 
@@ -63,22 +52,25 @@ def collect(run: Path, drafters: dict[str, list[int]]) -> dict[str, Any]:
     }
 
 
-def _length(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
-
-
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{100 * value:.1f}%"
 
 
-def _lossless(values: dict[str, Any]) -> str:
-    if values["decoding"] is None:
-        return "not decoded"
-    return "lossless" if values["lossless"] else "NOT LOSSLESS"
+def _measured(figures: dict[str, Any]) -> str:
+    """A drafter's acceptance on a prompt set, in a line; the table below has the baselines."""
+    trained = figures["trained"]
+    if trained["acceptance_length"] is None:
+        return "not measured: no prompt"
+    told = {True: ", lossless", False: ", NOT LOSSLESS", None: ""}[trained["lossless"]]
+    untrained = figures["untrained"] and figures["untrained"]["acceptance_length"]
+    return (
+        f"{trained['acceptance_length']:.3f}, untrained {'none' if untrained is None else f'{untrained:.3f}'}"
+        f" ({figures['prompts']} prompts{told})"
+    )
 
 
 def render(facts: dict[str, Any], run: Path) -> str:
-    """The figures as a table for people."""
+    """The figures as tables for people, with their definitions below."""
     table = Table(title=f"Run {facts['run']}", show_header=False, title_justify="left", min_width=60)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -96,22 +88,20 @@ def render(facts: dict[str, Any], run: Path) -> str:
         )
         table.add_row("loss by epoch", ", ".join(f"{loss:.3f}" for loss in drafter["loss_by_epoch"]))
         table.add_row("best epoch", f"{drafter['best_epoch']}, by the held-out rows; evaluated and exported")
-        for which, values in drafter["acceptance"].items():
-            table.add_row(
-                f"acceptance, {which}",
-                f"{_length(values['decoding'])} tokens a target forward ({drafter['prompts']} held-out prompts, greedy,"
-                f" chain of {drafter['draft_steps']}, {_lossless(values)});"
-                f" {_length(values['offline'])} expected from the states of {drafter['held_out_rows']} held-out rows",
-            )
+        acceptance = drafter["acceptance"]
+        table.add_row("expected acceptance", expected_lengths(acceptance) or "not measured")
+        for prompt_set, figures in acceptance["prompt_sets"].items():
+            table.add_row(f"acceptance, {prompt_set}", _measured(figures))
         table.add_row("for SGLang", drafter["export"])
         table.add_row("for vLLM", str(Path(drafter["export"]).with_name("vllm")))
     table.add_section()
     table.add_row("files", str(run))
     table.add_row("figures", str(run / "summary.json"))
-    console = Console(file=io.StringIO(), width=100, color_system=None)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    parts = [as_text(table)]
+    for name, drafter in facts["drafters"].items():
+        parts.append(as_text(acceptance_table(name, drafter["acceptance"])))
+    definitions = dict.fromkeys(line for d in facts["drafters"].values() for line in definition_lines(d["acceptance"]))
+    return "\n".join([*parts, *definitions]) + "\n"
 
 
 def write_summary(run: Path, drafters: dict[str, list[int]], output: Path) -> None:

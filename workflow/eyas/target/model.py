@@ -47,6 +47,7 @@ class TargetModel:
     layers: nn.ModuleList
     head: nn.Module
     device: torch.device
+    takes_trees: bool = False  # set when `eyas.decoding` has tried it
 
     @property
     def config(self) -> Any:
@@ -70,9 +71,12 @@ class TargetModel:
         )
         return output.logits[:, -1]
 
-    def decode(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        """States after the final norm [1, T, H] of `ids` [1, T], which follow what the cache holds."""
-        return self.decoder(input_ids=ids, **self._cached(cache)).last_hidden_state
+    def decode(self, ids: torch.Tensor, cache: Any, **tree: Any) -> torch.Tensor:
+        """States after the final norm [1, T, H] of `ids` [1, T], which follow what the cache holds.
+
+        `tree`: attention_mask and position_ids, where they do not follow one another.
+        """
+        return self.decoder(input_ids=ids, **tree, **self._cached(cache)).last_hidden_state
 
 
 def _find_decoder(model: nn.Module, depth: int) -> tuple[nn.Module, nn.ModuleList]:
