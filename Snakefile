@@ -68,7 +68,12 @@ rule all:
             for epoch in range(settings.training.epochs + 1)
         ],
         expand(f"{RUN}/drafters/{{drafter}}/evaluation.json", drafter=CONFIG.drafters),
-        expand(f"{RUN}/drafters/{{drafter}}/export/sglang/export.json", drafter=CONFIG.drafters),
+        expand(
+            f"{RUN}/drafters/{{drafter}}/export/{{server}}/{{name}}",
+            drafter=CONFIG.drafters,
+            server=SERVERS,
+            name=["config.json", "export.json", "README.md", "provenance.json", *PLAN.export_weights],
+        ),
         f"{RUN}/tokens/statistics.json",
         f"{RUN}/summary.txt",
         f"{RUN}/report.html",

@@ -1,5 +1,7 @@
 # Paths and shard lists, nothing else.
 
+from eyas.plan.export import SERVERS
+
 CONFIG = PLAN.config
 RUN = PLAN.run_folder
 SHARDS = PLAN.shard_names
@@ -32,6 +34,11 @@ def all_epochs(wildcards):
     return [f"{folder}/epoch_{epoch}/{name}" for epoch in range(last + 1) for name in names]
 
 
+def last_epoch_facts(wildcards):
+    last = CONFIG.drafters[wildcards.drafter].training.epochs
+    return epoch_files(last)["facts"].format(drafter=wildcards.drafter)
+
+
 def initial_files(wildcards):
     return PLAN.initial_files(wildcards.drafter)
 
@@ -55,4 +62,5 @@ wildcard_constraints:
     drafter="|".join(map(re.escape, CONFIG.drafters)),
     draft_vocab_size=r"\d+",
     epoch=r"[1-9]\d*",
+    server="|".join(SERVERS),
     packaged="|".join(map(re.escape, CONFIG.packages)) or r"(?!)",

@@ -8,7 +8,12 @@ rule summarise:
         manifest=f"{RUN}/hidden_states/data_config.json",
         vocabularies=VOCABULARIES,
         evaluations=expand(f"{RUN}/drafters/{{drafter}}/evaluation.json", drafter=CONFIG.drafters),
-        exports=expand(f"{RUN}/drafters/{{drafter}}/export/sglang/export.json", drafter=CONFIG.drafters),
+        exports=expand(
+            f"{RUN}/drafters/{{drafter}}/export/{{server}}/{{name}}",
+            drafter=CONFIG.drafters,
+            server=SERVERS,
+            name=("export.json", "README.md"),
+        ),
     output:
         table=f"{RUN}/summary.txt",
         values=f"{RUN}/summary.json",

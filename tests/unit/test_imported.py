@@ -20,7 +20,7 @@ from eyas.drafter.imported import init_checksum
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.drafter.stages import initialise_checkpoint
 from eyas.errors import EyasError
-from eyas.export import export_sglang
+from eyas.export import export_drafter
 from eyas.shards import write_arrays
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -173,8 +173,11 @@ def test_a_drafter_of_the_whole_vocabulary(run: Run, other: Other, tmp_path: Pat
 
 def test_eyas_own_checkpoints_and_exports(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = start(run, tmp_path / "first" / "epoch_0").weights
-    export_sglang(tmp_path / "first" / "epoch_0", "llama", tmp_path / "export")
-    for number, folder in enumerate((tmp_path / "first" / "epoch_0", tmp_path / "export")):
+    exports = [tmp_path / "sglang", tmp_path / "vllm", tmp_path / "in several files"]
+    export_drafter(tmp_path / "first" / "epoch_0", "sglang", "llama", exports[0])
+    export_drafter(tmp_path / "first" / "epoch_0", "vllm", "llama", exports[1])
+    export_drafter(tmp_path / "first" / "epoch_0", "vllm", "llama", exports[2], max_shard_bytes=1000)
+    for number, folder in enumerate((tmp_path / "first" / "epoch_0", *exports)):
         again = start(run, tmp_path / f"again_{number}", "checkpoint", init_from=str(folder)).weights
         for name, tensor in first.items():
             expected = tensor.bfloat16() if tensor.is_floating_point() else tensor  # what the folder serves

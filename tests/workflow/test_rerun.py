@@ -11,7 +11,9 @@ from pathlib import Path
 
 from workflow_runs import CHECKOUT, Workdir
 
-AFTER_TRAINING = {"select_best": 1, "evaluate": 1, "export_sglang": 1, "summarise": 1, "write_report": 1}
+AFTER_TRAINING = {
+    "select_best": 1, "evaluate": 1, "export_drafter": 2, "export_cards": 1, "summarise": 1, "write_report": 1,
+}  # fmt: skip
 
 
 def copy_checkout(to: Path) -> Path:
@@ -78,6 +80,20 @@ def test_a_second_drafter_shares_the_hidden_states(finished: Workdir) -> None:
     finished.settings["drafters"]["other"] = finished.settings["drafters"]["small"] | {"draft_vocab_size": 50}
     jobs = finished.dry_run().jobs
     assert jobs == {"map_vocabulary": 1, "initialise_drafter": 1, "train_epoch": 2, **AFTER_TRAINING}
+
+
+def test_another_evaluation_writes_cards_and_exports_nothing(finished: Workdir) -> None:
+    finished.settings["evaluation"]["draft_steps"] = 2
+    jobs = {"evaluate": 1, "export_cards": 1, "summarise": 1, "write_report": 1}
+    assert finished.dry_run().jobs == jobs
+
+
+def test_deleted_exports_are_noticed(finished: Workdir) -> None:
+    export = finished.run_folder / "drafters" / "small" / "export"
+    (export / "sglang" / "README.md").unlink()
+    assert finished.dry_run().jobs == {"export_cards": 1, "summarise": 1, "write_report": 1}
+    (export / "vllm" / "model.safetensors").unlink()
+    assert finished.dry_run().jobs == {"export_drafter": 1, "export_cards": 1, "summarise": 1, "write_report": 1}
 
 
 def test_runtime_settings_re_run_nothing(finished: Workdir) -> None:

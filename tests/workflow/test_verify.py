@@ -18,6 +18,7 @@ FILES = [
     "drafters/small/epoch_1/trainer_state.safetensors",
     "drafters/small/epoch_2/config.json",
     "drafters/small/export/sglang/model.safetensors",
+    "drafters/small/export/vllm/config.json",
 ]
 
 

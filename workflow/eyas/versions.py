@@ -14,6 +14,7 @@ VERSIONS = {
     "training": 2,
     "selection": 1,
     "evaluation": 3,
-    "export": 1,
+    "export": 2,
+    "card": 1,
     "report": 1,
 }

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eyas.conversations import read_rows
 from eyas.errors import EyasError
 from eyas.extraction.layout import shard_layout
+from eyas.plan.export import SERVERS
 from eyas.shards import Shard, checksum, map_arrays, read_header, read_json, shards_of
 from eyas.tokenization import read_tokens
 from eyas.vocabulary import read_map
@@ -148,13 +149,14 @@ class _Verifier:
         for epoch in epochs:
             facts = self.sidecar(epoch / "trainer_state.json")
             self.expect(epoch / "trainer_state.json", "epoch", facts["epoch"], int(epoch.name.split("_")[1]))
-        for name in ("best/selection.json", "evaluation.json", "export/sglang/export.json"):
+        exports = [f"export/{server}/export.json" for server in SERVERS]
+        for name in ("best/selection.json", "evaluation.json", *exports):
             if not (folder / name).is_file():
                 self.problems.append(f"{folder / name}: missing; run snakemake to go on")
         if (folder / "evaluation.json").is_file():
             self.files += 1
             read_json(folder / "evaluation.json", "evaluation")
-        for sidecar in (folder / "best" / "selection.json", folder / "export" / "sglang" / "export.json"):
+        for sidecar in (folder / name for name in ("best/selection.json", *exports)):
             if sidecar.is_file():
                 self.sidecar(sidecar)
 

@@ -132,9 +132,9 @@ def read_drafter_config(folder: Path) -> dict[str, Any]:
         raise _wrong(folder, f"its speculators_model_type is {kind}; Eyas starts from eagle3 drafters only")
     eagle = values["eagle_config"] if isinstance(values.get("eagle_config"), dict) else {}
     nested = values["transformer_layer_config"] if isinstance(values.get("transformer_layer_config"), dict) else {}
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or values.get("eagle_aux_hidden_state_layer_ids")
-    if ids and kind:
-        ids = [layer - 1 for layer in ids]  # speculators counts as vLLM does: its id j is the output of layer j - 1
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    if of_vllm := values.get("eagle_aux_hidden_state_layer_ids"):
+        ids = [layer - 1 for layer in of_vllm]  # at the top, where vLLM and speculators look: j is layer j - 1's output
     return nested | values | eagle | {"layers": ids}
 
 

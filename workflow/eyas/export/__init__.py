@@ -1,5 +1,16 @@
-"""Checkpoints in the form that servers load."""
+"""Checkpoints in the form that servers load, with their model cards."""
 
-from eyas.export.sglang import export_sglang, sglang_layer_ids, vllm_layer_ids
+from eyas.export.checkpoint import check_tensors, export_drafter
+from eyas.export.describe import describe_exports
+from eyas.export.servers import server_config, sglang_layer_ids, vllm_layer_ids
+from eyas.plan.export import SERVERS
 
-__all__ = ["export_sglang", "sglang_layer_ids", "vllm_layer_ids"]
+__all__ = [
+    "SERVERS",
+    "check_tensors",
+    "describe_exports",
+    "export_drafter",
+    "server_config",
+    "sglang_layer_ids",
+    "vllm_layer_ids",
+]

@@ -14,6 +14,7 @@ from typing import Any
 from eyas.config import Config, PromptFiles, check_against_target, check_config, identity, read_target_sizes
 from eyas.conversations import count_records, expand
 from eyas.errors import EyasError
+from eyas.plan.export import fits_one_file, public_config, public_path
 from eyas.plan.extraction import ExtractionJob, extraction_jobs, server_command
 from eyas.shards import shards_of
 from eyas.target.files import MODEL_FILES, TOKENIZER_FILES
@@ -171,6 +172,16 @@ class RunPlan:
             return []
         names = sorted(os.listdir(folder))
         return [os.path.join(folder, n) for n in names if n == "config.json" or ".safetensors" in n]
+
+    @property
+    def export_weights(self) -> list[str]:
+        """The files of an export's weights, where they are known before there is a drafter."""
+        return ["model.safetensors"] if fits_one_file(self.config) else []
+
+    def card_settings(self, drafter: str) -> str:
+        """What the model card and the provenance say of the configuration."""
+        results = public_path(self.config.results)
+        return _json({"results": results, "config": public_config(self.config, drafter)})
 
     @property
     def drafters_json(self) -> str:

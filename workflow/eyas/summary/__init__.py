@@ -93,6 +93,7 @@ def render(facts: dict[str, Any], run: Path) -> str:
         for prompt_set, figures in acceptance["prompt_sets"].items():
             table.add_row(f"acceptance, {prompt_set}", _measured(figures))
         table.add_row("for SGLang", drafter["export"])
+        table.add_row("for vLLM", str(Path(drafter["export"]).with_name("vllm")))
     table.add_section()
     table.add_row("files", str(run))
     table.add_row("figures", str(run / "summary.json"))

@@ -1,0 +1,80 @@
+"""Model cards and provenance of a drafter's exports, from the files of its run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from eyas.export.card import CardFacts, render_card
+from eyas.export.checkpoint import FACTS
+from eyas.export.licence import find_licence
+from eyas.export.provenance import provenance
+from eyas.plan.export import SERVERS, public_path
+from eyas.shards import read_json, write_json, write_lock, write_text
+from eyas.target.tokenizer import TargetReference
+from eyas.versions import VERSIONS
+
+log = logging.getLogger(__name__)
+
+CARD, PROVENANCE = "README.md", "provenance.json"
+
+
+def _architectures(target: TargetReference) -> list[str]:
+    """What config.json names, without running the model's own code; empty where it cannot be read."""
+    try:
+        if target.is_folder:
+            values = json.loads((Path(target.path) / "config.json").read_text(encoding="utf-8"))
+        else:
+            from transformers import PretrainedConfig
+
+            values, _ = PretrainedConfig.get_config_dict(target.path, revision=target.revision)
+        return [str(name) for name in values.get("architectures") or []]
+    except Exception:  # a hub raises many kinds; the card then says less
+        return []
+
+
+def _evaluation(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    values: dict[str, Any] = read_json(file, "evaluation")
+    return values if "prompt_sets" in values else None  # earlier formats had one set, with other keys
+
+
+def describe_exports(run: Path, drafter: str, target: TargetReference, gguf: str | None, settings: dict) -> None:
+    """Write README.md and provenance.json into every export of `drafter`, of the run's folder `run`.
+
+    `settings`: `results` and `config`, fit to be published. Depends on the run's files alone, and on the
+    versions and the commit of what runs here; raises EyasError for a file that is missing or damaged.
+    """
+    folder = run / "drafters" / drafter
+    config = settings["config"]
+    selection = read_json(folder / "best" / "selection.json", "selection")
+    training = read_json(folder / f"epoch_{selection['last_epoch']}" / "trainer_state.json", "checkpoint")
+    manifest = read_json(run / "hidden_states" / "data_config.json", "manifest")
+    size = config["drafter"]["draft_vocab_size"]
+    facts = CardFacts(
+        drafter=drafter,
+        folder="/".join((settings["results"], run.name, "drafters", drafter)),
+        config=config,
+        manifest=manifest,
+        statistics=read_json(run / "tokens" / "statistics.json", "statistics of the tokens"),
+        vocabulary=read_json(run / "vocab_map" / f"{size}.json", "vocabulary sidecar"),
+        training=training,
+        selection=selection,
+        evaluation=_evaluation(folder / "evaluation.json"),
+        on_hub=not target.is_folder,
+        architectures=_architectures(target),
+        licence=find_licence(Path(target.path), Path(gguf) if gguf else None),
+    )
+    checkpoint = {"epoch": selection["epoch"], **selection["files"]["model.safetensors"]}
+    of_target = manifest["target"] | {"path": public_path(manifest["target"]["path"])}
+    with write_lock(folder / "export" / CARD):
+        for server in SERVERS:
+            export = folder / "export" / server
+            sidecar = read_json(export / FACTS, "export")
+            values = provenance(config, of_target, training["manifest_digest"], checkpoint, sidecar["files"])
+            write_json(export / PROVENANCE, {"server": server, **values, "format_version": VERSIONS["card"]})
+            write_text(export / CARD, render_card(facts, server))
+            log.info("Wrote %s and %s.", export / CARD, export / PROVENANCE)
