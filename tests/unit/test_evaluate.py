@@ -25,7 +25,7 @@ from eyas.extraction.manifest import read_manifest
 from eyas.plan import RunPlan, begin_record, plan_run
 from eyas.shards import write_json
 from eyas.summary.acceptance import acceptance_facts, render_acceptance
-from eyas.target.tokenizer import TargetReference
+from eyas.target.tokenizer import TargetReference, tokenizer_hashes
 from eyas.vocabulary.mapping import build_map
 from safetensors.torch import load_file, save_file
 from tiny import WORDS, answer, question
@@ -52,7 +52,7 @@ class Evaluated:
         return self.run / "drafters" / "small"
 
     def command(self, folder: Path, *more: str) -> list[str]:
-        return ["evaluate", "--run", str(self.run), "--drafter-folder", str(folder), *more]
+        return ["evaluate", "--run", str(self.run), "--drafter-folder", str(folder), "--threads", "1", *more]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,10 @@ def evaluated(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Ev
         prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
         rows.append((start, ids, (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)))
         conversations.append(Row(start, "s", messages))
-    manifest = extracted(run, reference, [rows])
+    extracted(run, reference, [rows])
+    facts = run / "hidden_states" / "data_config.json"  # with the real hashes, which `extracted` does not know
+    write_json(facts, json.loads(facts.read_text()) | tokenizer_hashes(tokenizer))
+    manifest = read_manifest(facts)
     (run / "conversations").mkdir()
     write_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", conversations)
     write_json(run / "prompts" / "index.json", {"rows": len(rows), "shard_rows": 100})

@@ -12,11 +12,11 @@ import pytest
 import torch
 from drafter_runs import Run
 from eyas.drafter.checkpoint import load_drafter
+from eyas.drafter.imported import read_drafter_config
 from eyas.drafter.model import Drafter
 from eyas.drafter.published import layers_of, load_any_drafter
 from eyas.errors import EyasError
-from eyas.export import export_sglang
-from eyas.export.sglang import sglang_layer_ids, vllm_layer_ids
+from eyas.export import export_drafter, server_config, sglang_layer_ids
 from eyas.target.model import TargetModel, load_target
 from test_imported import (
     FORMS,
@@ -68,9 +68,10 @@ def test_the_form_of_speculators(target: TargetModel, run: Run, other: Other) ->
 
 def test_eyas_own_checkpoints_and_exports_are_what_they_are(target: TargetModel, run: Run, tmp_path: Path) -> None:
     checkpoint = run.start(tmp_path / "epoch_0")
-    export_sglang(checkpoint, "llama", tmp_path / "export")
+    for server in ("sglang", "vllm"):
+        export_drafter(checkpoint, server, "llama", tmp_path / server)
     expected = load_drafter(checkpoint)
-    for folder in (checkpoint, tmp_path / "export"):
+    for folder in (checkpoint, tmp_path / "sglang", tmp_path / "vllm"):
         drafter = load_any_drafter(folder, target)
         assert drafter.shape == expected.shape
         for name, tensor in expected.state_dict().items():
@@ -95,25 +96,26 @@ def test_sizes_are_the_heads_own(target: TargetModel, run: Run, tmp_path: Path) 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "deepseek_v3", "kimi_k2"])
 @pytest.mark.parametrize("layers", [[1, 29, 57], [2, 30, 58], [4, 9, 20]])
-def test_layer_ids_are_mapped_back_from_each_server(tmp_path: Path, model_type: str, layers: list[int]) -> None:
+def test_layer_ids_are_mapped_back_from_each_server(
+    run: Run, tmp_path: Path, model_type: str, layers: list[int]
+) -> None:
     """The inverse of what the exporter writes; a checkpoint of Eyas has its own ids."""
 
-    def found(ids: list[int], **more: Any) -> list[int]:
-        return list(layers_of(tmp_path, {"layers": ids} | more, model_type, 61))
+    def found(values: dict[str, Any]) -> list[int]:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return list(layers_of(tmp_path, read_drafter_config(tmp_path), model_type, 61))
 
-    assert found(sglang_layer_ids(layers, model_type)) == layers
-    assert found(layers, speculators_model_type="eagle3") == layers  # turned as its config was read
-    (tmp_path / "export.json").write_text(json.dumps({"server": "sglang"}))
-    assert found(sglang_layer_ids(layers, model_type)) == layers
-    (tmp_path / "export.json").write_text(json.dumps({"server": "vllm"}))
-    assert found(vllm_layer_ids(layers)) == layers
-    (tmp_path / "export.json").unlink()
-    (tmp_path / "selection.json").write_text("{}")
-    assert found(layers) == layers
+    shape = replace(shape_of(run), layers=tuple(layers))
+    for server in ("sglang", "vllm"):
+        assert found(server_config(shape, server, model_type)) == layers
+    assert found(speculators_config(shape, 9)) == layers
+    assert found(shape.config_json(sglang_layer_ids(layers, model_type))) == layers  # a head that names no server
+    (tmp_path / "selection.json").write_text("{}")  # a checkpoint of Eyas
+    assert found(shape.config_json()) == layers
 
 
 def test_heads_that_name_no_layers_read_the_servers_default(tmp_path: Path) -> None:
-    assert layers_of(tmp_path, {"layers": None}, "llama", 32) == (1, 15, 28)
+    assert layers_of(tmp_path, {"layers": None, "counted_from_zero": False}, "llama", 32) == (1, 15, 28)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,19 @@ def show(result: Mapping[str, Any]) -> None:
     print(render_acceptance(result["checkpoint"], acceptance_facts(result)), end="")
 
 
-def log_to_stderr() -> None:
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
     """Show progress and warnings while standard output stays clean."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("eyas")
+    before = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

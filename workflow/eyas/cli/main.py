@@ -38,14 +38,14 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from eyas.cli.evaluate import OVERRIDES, evaluate_folder, log_to_stderr, show
+    from eyas.cli.evaluate import OVERRIDES, evaluate_folder, logging_to_stderr, show
 
-    log_to_stderr()
     changes = {key: getattr(args, key) for key in OVERRIDES}
-    result = evaluate_folder(
-        args.run, args.drafter_folder, Path(args.results), args.configfile, changes, args.decoding_only, args.threads,
-        args.gpu,
-    )  # fmt: skip
+    with logging_to_stderr():
+        result = evaluate_folder(
+            args.run, args.drafter_folder, Path(args.results), args.configfile, changes, args.decoding_only,
+            args.threads, args.gpu,
+        )  # fmt: skip
     print(json.dumps(result, indent=1)) if args.json else show(result)
     return 0
 

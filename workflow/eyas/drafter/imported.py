@@ -120,7 +120,11 @@ def init_checksum(model_settings: dict[str, Any]) -> str | None:
 
 
 def read_drafter_config(folder: Path) -> dict[str, Any]:
-    """config.json with its sizes at the top, wherever the maker keeps them, and layer ids in Eyas's counting."""
+    """config.json with its sizes at the top, wherever the maker keeps them.
+
+    `layers`: the layer ids, or None; in Eyas's counting where `counted_from_zero`, else as they stand in the
+    `eagle_config` that SGLang reads.
+    """
     try:
         values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
@@ -135,7 +139,7 @@ def read_drafter_config(folder: Path) -> dict[str, Any]:
     ids = eagle.get("eagle_aux_hidden_state_layer_ids")
     if of_vllm := values.get("eagle_aux_hidden_state_layer_ids"):
         ids = [layer - 1 for layer in of_vllm]  # at the top, where vLLM and speculators look: j is layer j - 1's output
-    return nested | values | eagle | {"layers": ids}
+    return nested | values | eagle | {"layers": ids, "counted_from_zero": bool(of_vllm)}
 
 
 def _check_meaning(folder: Path, config: dict[str, Any], shape: DrafterShape, depth: int) -> None:

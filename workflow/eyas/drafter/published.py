@@ -13,30 +13,27 @@ from eyas.drafter.imported import UnusableDrafter, import_drafter, open_drafter,
 from eyas.drafter.model import Drafter
 from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
-from eyas.shards import read_json
 from eyas.target.model import TargetModel
 
 # Targets for which SGLang 0.5.23 adds 1 to layer ids only when the first of them is 1.
 _DEEPSEEK_LIKE = ("deepseek", "kimi")
 _OWN_CHECKPOINT = (FACTS, "selection.json")
-_EXPORT = "export.json"
 
 
 def layers_of(folder: Path, config: dict[str, Any], model_type: str, depth: int) -> tuple[int, ...]:
     """The layers that a drafter reads, in Eyas's counting (id j is the output of decoder layer j).
 
-    `config`: see `read_drafter_config`, which has turned the ids of speculators' form already. `model_type` and
-    `depth` (decoder layers) are the target's. A checkpoint of Eyas counts as Eyas does; an export as its server;
-    published heads as SGLang, which captures the input of a layer: that is id j + 1 for Llama-like targets (it
-    adds the 1 itself), and as it stands for DeepSeek-like ones unless the list begins with 1.
+    `config`: see `read_drafter_config`, which has turned the ids of vLLM's and speculators' form already.
+    `model_type` and `depth` (decoder layers) are the target's. A checkpoint of Eyas counts as Eyas does, all other
+    folders as SGLang, which captures the input of a layer: for Llama-like targets it adds 1 to the ids itself, for
+    DeepSeek-like ones only to a list that begins with 1.
     """
     ids = config["layers"]
     if not ids:  # what servers capture for heads that name none: the inputs of layers 2, n//2 and n-3
         return (1, depth // 2 - 1, depth - 4)
-    if any((folder / name).is_file() for name in _OWN_CHECKPOINT) or config.get("speculators_model_type"):
+    if config["counted_from_zero"] or any((folder / name).is_file() for name in _OWN_CHECKPOINT):
         return tuple(ids)
-    server = read_json(folder / _EXPORT, "export sidecar").get("server") if (folder / _EXPORT).is_file() else None
-    if server == "vllm" or (model_type.lower().startswith(_DEEPSEEK_LIKE) and ids[0] != 1):
+    if model_type.lower().startswith(_DEEPSEEK_LIKE) and ids[0] != 1:
         return tuple(layer - 1 for layer in ids)
     return tuple(ids)
 
