@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,8 @@ class EagleDrafting:
             else:
                 # The drafter's distribution lies on the draft vocabulary: every other token has chance 0.
                 inside = self.sampler.odds(logits[0])
-                whole = inside.new_zeros(self.drafter.shape.vocab_size)
-                whole[self.target_ids.cpu()] = inside
+                whole = np.zeros(self.drafter.shape.vocab_size)
+                whole[self.target_ids.numpy(force=True)] = inside
                 odds.append(whole)
                 choice = self.target_ids[[self.sampler.draw(inside)]]
             drafted.append(choice)

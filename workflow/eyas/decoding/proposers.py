@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from eyas.decoding.sampling import Sampler
+from eyas.decoding.sampling import Odds, Sampler
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,17 @@ class Draft:
     `tokens` [n]: parents stand before their children, siblings in the order in which they are tried.
     `parents` [n]: the index of each one's parent, -1 for the last known token.
     `depth`: how many steps were on offer; a round in which fewer are accepted rejected one.
-    `odds` [n]: the distribution [V] that each token was drawn from, float64 on the CPU. None where
-    no token was drawn: the choice of all was a function of what is before them.
+    `odds` [n]: the distribution [V] that each token was drawn from (siblings: the first one's, the next
+    drawn from what it leaves). None where no token was drawn: all of them follow from what is before them.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depth: int = 0
-    odds: list[Tensor] | None = None
+    odds: list[Odds] | None = None
 
     @classmethod
-    def chain(cls, tokens: list[int], odds: list[Tensor] | None = None) -> Draft:
+    def chain(cls, tokens: list[int], odds: list[Odds] | None = None) -> Draft:
         return cls(tokens, list(range(-1, len(tokens) - 1)), len(tokens), odds)
 
     @property

@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.errors import EyasError
 
 if TYPE_CHECKING:
     from eyas.decoding.proposers import Draft
+
+Odds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise EyasError(f"temperature: {self.temperature} is not between 0 (greedy) and 100")
+        if self.temperature and not 1e-3 <= self.temperature <= 100.0:
+            raise EyasError(f"temperature: {self.temperature} is neither 0 (greedy) nor between 0.001 and 100")
 
 
 class Sampler:
@@ -45,16 +49,17 @@ class Sampler:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def odds(self, logits: Tensor) -> Tensor:
-        """The distribution [..., V] at this temperature, float64 on the CPU."""
-        return torch.softmax(logits.to("cpu", torch.float64) / self.temperature, -1)
+    def odds(self, logits: Tensor) -> Odds:
+        """The distribution [..., V] at this temperature."""
+        odds: Odds = torch.softmax(logits.double() / self.temperature, -1).cpu().numpy()
+        return odds
 
-    def draw(self, odds: Tensor) -> int:
+    def draw(self, odds: Odds) -> int:
         """An index by its weight in `odds` [V], whose sum may be anything above 0."""
-        sums = odds.cumsum(0)
-        index = int(torch.searchsorted(sums, self.random.random() * float(sums[-1]), right=True))
+        sums = odds.cumsum()
+        index = int(sums.searchsorted(self.random.random() * sums[-1], side="right"))
         # the product may be rounded up to the very sum
-        return index if index < len(odds) else int(odds.nonzero()[-1])
+        return index if index < len(odds) else int(odds.nonzero()[0][-1])
 
     def choose(self, logits: Tensor) -> int:
         """The token after `logits` [V]."""
@@ -67,48 +72,45 @@ class Sampler:
         """
         children = draft.children()
         path: list[int] = []
-        if self.greedy:
-            own = logits.argmax(-1).tolist()
-            while True:
-                token = own[path[-1] + 1 if path else 0]
-                here = children.get(path[-1] if path else -1, [])
-                found = next((index for index in here if draft.tokens[index] == token), None)
-                if found is None:
-                    return path, token
-                path.append(found)
+        own = logits.argmax(-1).tolist() if self.greedy else []
         while True:
-            here = children.get(path[-1] if path else -1, [])
-            target = self.odds(logits[path[-1] + 1 if path else 0])
-            drawn_from = draft.odds[here[0]] if here and draft.odds else None
-            chosen, token = self.accept(target, [draft.tokens[index] for index in here], drawn_from)
-            if chosen is None:
+            node = path[-1] if path else -1
+            here = children.get(node, [])
+            candidates = [draft.tokens[index] for index in here]
+            if self.greedy:
+                token = own[node + 1]
+                place = candidates.index(token) if token in candidates else None
+            else:
+                drawn_from = draft.odds[here[0]] if here and draft.odds else None
+                place, token = self.accept(self.odds(logits[node + 1]), candidates, drawn_from)
+            if place is None:
                 return path, token
-            path.append(here[chosen])
+            path.append(here[place])
 
-    def accept(self, target: Tensor, candidates: Sequence[int], drawn_from: Tensor | None) -> tuple[int | None, int]:
+    def accept(self, target: Odds, candidates: Sequence[int], drawn_from: Odds | None) -> tuple[int | None, int]:
         """Which of `candidates` stands (its place, None for none of them), and the token: it, or a drawn one.
 
         Args:
-            target: float64 [V], the target's distribution.
+            target: [V], the target's distribution.
             candidates: distinct tokens.
-            drawn_from: float64 [V], the distribution that they were drawn from, one after another without
+            drawn_from: [V], the distribution that they were drawn from, one after another without
                 replacement; None when they were given without any chance.
         """
         for place, token in enumerate(candidates):
             chance = float(target[token]) if drawn_from is None else float(target[token] / drawn_from[token])
             if self.random.random() < chance:
                 return place, token
-            rest = target.clone()
             if drawn_from is None:
+                rest = target.copy()
                 rest[token] = 0.0
             else:
-                rest = (rest - drawn_from).clamp_(min=0.0)
-            total = float(rest.sum())
+                rest = np.maximum(target - drawn_from, 0.0)
+            total = rest.sum()
             if total <= 0.0:  # nothing else is possible: the chance was 1 but for rounding
                 return place, token
             target = rest / total
             if drawn_from is not None and place + 1 < len(candidates):
-                drawn_from = drawn_from.clone()
+                drawn_from = drawn_from.copy()
                 drawn_from[token] = 0.0
                 drawn_from /= drawn_from.sum()
         return None, self.draw(target)
