@@ -44,7 +44,7 @@ class ChatOptions:
     drafter_folder: Path | None = None
     target: str | None = None
     trust_remote_code: bool = False
-    gpus: int = 0
+    gpu: int = 0
     draft_steps: int = 5
     topk: int = 1
     draft_tokens: int | None = None
@@ -130,15 +130,11 @@ def _find_drafter(run: Path, options: ChatOptions) -> Path:
 
 
 def _load_drafter(folder: Path, target: TargetModel) -> Drafter:
-    from eyas.drafter.checkpoint import load_drafter
+    from eyas.drafter.published import load_any_drafter
 
     if not folder.is_dir():
         raise EyasError(f"{folder}: no such folder; name one with a drafter's config.json and model.safetensors")
-    drafter = load_drafter(folder).to(target.device).eval()
-    for key, own in (("vocab_size", target.config.vocab_size), ("target_hidden_size", target.config.hidden_size)):
-        if (found := getattr(drafter.shape, key)) != own:
-            raise EyasError(f"{folder}: its {key} is {found}, the target's {own}: it drafts for another target")
-    return drafter
+    return load_any_drafter(folder, target).to(target.device).eval()
 
 
 @dataclass
@@ -241,13 +237,13 @@ def load(options: ChatOptions) -> Talk:
     tokenizer = load_tokenizer(reference)
     require_target(manifest, config_hash(reference), reference.path)
     require(manifest, **tokenizer_hashes(tokenizer))
-    target = load_target(reference, options.gpus)
+    target = load_target(reference, options.gpu)
     drafter = _load_drafter(folder, target)
     if size.topk > 1:
         require_trees(target)
     talk = Talk(
         target,
-        EagleProposer(drafter, manifest.layers, options.draft_steps, options.topk, options.draft_tokens),
+        EagleProposer(drafter, drafter.shape.layers, options.draft_steps, options.topk, options.draft_tokens),
         ChatTemplate(tokenizer, template_options),
         end_of_turn_ids(reference, tokenizer),
         sampling,

@@ -212,7 +212,7 @@ def _add_chat(commands: Any) -> None:
     chat.add_argument("--run", required=True, help="name of the run, or its folder")
     chat.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs (default: results)")
     chat.add_argument("--drafter", help="name of the drafter, where the run has several")
-    chat.add_argument("--drafter-folder", type=Path, metavar="FOLDER", help="another drafter: a checkpoint of Eyas")
+    chat.add_argument("--drafter-folder", type=Path, metavar="FOLDER", help="another drafter: of Eyas, or published")
     chat.add_argument(
         "--target", metavar="FOLDER", help="where the target is now, if not where the run's manifest says"
     )
