@@ -69,6 +69,13 @@ def _status(args: argparse.Namespace) -> int:
     return show(collect(run), args.json)
 
 
+def _chat(args: argparse.Namespace) -> int:
+    from eyas.cli.chat import ChatOptions, run_chat
+
+    values = {name: getattr(args, name) for name in ChatOptions.__dataclass_fields__}
+    return run_chat(ChatOptions(**values), args.prompt, args.json)
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.1 <= value <= 86_400:
@@ -189,7 +196,46 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument("--raw", action="store_true", help="print the text alone, without header and marks")
     inspect.set_defaults(work=_inspect)
     _add_evaluate(commands)
+    _add_chat(commands)
     return parser
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a run's target, and see what its drafter does",
+        description="Answers with the target, which the drafter runs ahead of: drafted and accepted text is green, and"
+        " after each answer stands how many tokens came of a target pass. Greedy answers are the target's own. Without"
+        " --prompt, each line that is typed or comes through a pipe is a turn of one conversation."
+        " Exit code 0, or 2 when something is missing or a turn could not be answered.",
+    )
+    chat.add_argument("--run", required=True, help="name of the run, or its folder")
+    chat.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs (default: results)")
+    chat.add_argument("--drafter", help="name of the drafter, where the run has several")
+    chat.add_argument("--drafter-folder", type=Path, metavar="FOLDER", help="another drafter: of Eyas, or published")
+    chat.add_argument(
+        "--target", metavar="FOLDER", help="where the target is now, if not where the run's manifest says"
+    )
+    chat.add_argument(
+        "--trust-remote-code", action="store_true", help="let the target's own Python files run; off unless given"
+    )
+    chat.add_argument("--gpu", type=_at_least(0), default=0, metavar="N", help="GPUs (default: 0, the CPU)")
+    chat.add_argument(
+        "--draft-steps", type=int, default=5, metavar="N", help="drafter steps a target pass (default: 5)"
+    )
+    chat.add_argument("--topk", type=int, default=1, metavar="N", help="branches a step; 1, the default, is a chain")
+    chat.add_argument(
+        "--draft-tokens", type=int, metavar="N",
+        help="size of the verified tree, the root included (default for a chain: draft steps + 1)",
+    )  # fmt: skip
+    chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    chat.add_argument("--seed", type=int, default=0, metavar="N", help="for a temperature above 0 (default: 0)")
+    chat.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (default: 512)")
+    chat.add_argument("--system", metavar="TEXT", help="a system message")
+    chat.add_argument("--template-options", metavar="JSON", help="variables of the target's chat template")
+    chat.add_argument("--prompt", metavar="TEXT", help="answer this and end; - takes all of standard input as one turn")
+    chat.add_argument("--json", action="store_true", help="print a JSON object for each answer")
+    chat.set_defaults(work=_chat)
 
 
 def main(argv: list[str] | None = None) -> int:
