@@ -16,6 +16,7 @@ from eyas.config import default_layers
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import Captured, Engine, FailedRow
 from eyas.extraction.layout import FORMAT_VERSION, FP8, shard_layout
+from eyas.extraction.timeline import Timeline
 from eyas.jobs import BatchProgress
 from eyas.shards import (
     Journal,
@@ -182,7 +183,7 @@ def extract_shard(
                     "%s: %d rows, %d tokens, %d bytes allocated.",
                     output.stem, rows, len(tokens.input_ids), layout.nbytes,
                 )  # fmt: skip
-                seconds, captured = _fill(_Writer(file, tokens, dtype), engine, journal, output.stem)
+                seconds, captured, timeline = _fill(_Writer(file, tokens, dtype), engine, journal, output.stem)
             failed = _failed(tokens, journal)
             _refuse_failures(output, failed, max_failed_rows)
         described = describe_file(staged)
@@ -206,6 +207,7 @@ def extract_shard(
                 "failed": failed,
                 "seconds": round(seconds, 3),
                 "tokens_per_second": round(captured / seconds, 1) if seconds else None,
+                "timeline": timeline,
                 "files": {output.name: described},
             },
         )
@@ -237,8 +239,8 @@ def _refuse_failures(output: Path, failed: list[dict[str, Any]], allowed: int) -
         )
 
 
-def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple[float, int]:
-    """Capture the sequences that the journal does not have; returns the seconds it took, and their tokens.
+def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple[float, int, dict[str, Any] | None]:
+    """Capture the sequences that the journal does not have; returns the seconds it took, their tokens and times.
 
     The journal names a sequence by its index in the shard: a row's id may stand for several.
     """
@@ -247,7 +249,7 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
     finished = _finished(journal)
     writer.write_index()
     if len(finished) == len(tokens):
-        return 0.0, 0
+        return 0.0, 0, None
     already = sum(int(lengths[i]) for i in finished)
     engine.begin()
     progress = BatchProgress(
@@ -255,6 +257,7 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
     )
     sequences = [tokens.input_ids[a:b] for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
     records: list[dict[str, Any]] = []
+    timeline = Timeline()
     done = count = new = 0
     noted = time.monotonic()
 
@@ -265,6 +268,7 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
         journal.records += records
         records.clear()
         progress.batch(count, done)
+        timeline.add(done)
         done, count, noted = 0, 0, time.monotonic()
 
     running: dict[Future[str | None], int] = {}
@@ -305,4 +309,4 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str) -> tuple
     if records:
         note()
     log.info("%s.", progress.line())
-    return progress.seconds, new
+    return progress.seconds, new, timeline.facts()
