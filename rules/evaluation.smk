@@ -9,7 +9,12 @@ rule evaluate:
         untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
         target=ancient(PLAN.target_files),
     output:
-        f"{RUN}/drafters/{{drafter}}/evaluation.json",
+        report(
+            f"{RUN}/drafters/{{drafter}}/evaluation.json",
+            caption="../workflow/report/evaluation.rst",
+            category="Drafters",
+            labels={"file": "acceptance", "drafter": "{drafter}"},
+        ),
     log:
         f"{RUN}/logs/{{drafter}}/evaluation.log",
     benchmark:

@@ -74,7 +74,7 @@ def vocabulary(size: int = 32_000, source: str = "chat") -> dict[str, Any]:
 
 def decoded(length: float | None, **changes: Any) -> dict[str, Any]:
     """Figures of one prompt set with one way of decoding (evaluation.json, format 3)."""
-    shares = None if length is None else [round((length - 1) * 0.6**i, 4) for i in range(4)] + [None]
+    shares = None if length is None else [round((length - 1) * 0.5 * 0.75**i, 4) for i in range(4)] + [None]
     looping = None if length is None else {
         "prompts": 9, "acceptance_length": length - 0.125, "acceptance_by_step": shares, "tokens_per_forward": length - 0.2,
         "speedup": 1.1,
@@ -92,7 +92,7 @@ def prompt_set(length: float | None = 2.5, source: str = "held-out rows of the r
         "source": source, "overlapping_prompts": 0,
         "baselines": {
             "none": decoded(1.0, speedup=1.0, **nothing), "ngram": decoded(1.25, speedup=1.05),
-            "untrained": decoded(1.0, speedup=0.5),
+            "untrained": decoded(1.125, speedup=0.5),
         },
     } | changes  # fmt: skip
 

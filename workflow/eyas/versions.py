@@ -15,5 +15,5 @@ VERSIONS = {
     "selection": 1,
     "evaluation": 2,
     "export": 1,
-    "report": 1,
+    "report": 2,
 }

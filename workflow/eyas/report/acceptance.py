@@ -18,8 +18,8 @@ _LENGTH = (
 _POSITION = "share of the rounds in which the draft's n-th token was accepted, among those in which all before it were"
 _LOOPING = "an output that repeats itself without an end is accepted too easily; share of the outputs that do"
 _SPEEDUP = (
-    "wall-clock time of decoding without a drafter over that with it: same code, same machine, same prompts, prompt"
-    " passes included"
+    "wall-clock time of an output token without a drafter over that with it: same code, same machine, same prompts,"
+    " prompt passes included"
 )
 _LOSSLESS = (
     "yes: every output equals what the target alone gives in greedy decoding, token for token; none: sampled, or not"
@@ -51,7 +51,7 @@ def ranking(evaluations: Mapping[str, Any]) -> list[str]:
 
     def worth(name: str) -> tuple[float, float]:
         lengths = [honest_length(figures) or 0.0 for figures in evaluations[name]["prompt_sets"].values()]
-        expected = evaluations[name]["offline"]["trained"]["expected_acceptance_length"] or 0.0
+        expected = (evaluations[name]["offline"]["trained"] or {}).get("expected_acceptance_length") or 0.0
         return -sum(lengths) / max(len(lengths), 1), -expected
 
     return sorted(evaluations, key=worth)
@@ -100,17 +100,17 @@ def _lengths_table(evaluations: Mapping[str, Any]) -> Table:
         rows.append(
             [
                 drafter, prompt_set, which, number(f.get("acceptance_length"), 3),
-                number(without.get("acceptance_length"), 3), number(f.get("tokens_per_forward"), 3),
-                _times(f.get("speedup")), _times(without.get("speedup")), percent(f.get("looping_share")),
-                yes_or_no(f.get("lossless")), number(f.get("prompts")), number(f.get("overlapping_prompts")),
+                number(without.get("acceptance_length"), 3), _times(f.get("speedup")),
+                percent(f.get("looping_share")), yes_or_no(f.get("lossless")), number(f.get("tokens_per_forward"), 3),
+                _times(without.get("speedup")), number(f.get("prompts")), number(f.get("overlapping_prompts")),
                 number(f.get("tokens")), number(f.get("target_forwards")), number(f.get("seconds"), 1),
             ]
         )  # fmt: skip
     return Table(
         "Acceptance by prompt set",
         [
-            "drafter", "prompt set", "with", "acceptance length", "without looping", "tokens a forward", "speed",
-            "speed without looping", "looping", "lossless", "prompts", "in training", "tokens", "forwards", "seconds",
+            "drafter", "prompt set", "with", "acceptance length", "without looping", "speed", "looping", "lossless",
+            "tokens a forward", "speed without looping", "prompts", "in training", "tokens", "forwards", "seconds",
         ],
         rows,
         [
@@ -122,7 +122,7 @@ def _lengths_table(evaluations: Mapping[str, Any]) -> Table:
             ("speed", _SPEEDUP),
             ("looping", _LOOPING),
             ("lossless", _LOSSLESS),
-            ("in training", "prompts that are also among the rows the drafter was trained on"),
+            ("in training", "prompts of the set that are also in a row the drafter was trained on; they are not measured"),
         ],
         prose=("prompt set", "with"),
     )  # fmt: skip
@@ -177,19 +177,17 @@ def _columns(table: Table, *names: str, where: Any = lambda row: True) -> Table:
     return Table("", list(names), [[row[p] for p in places] for row in table.rows if where(row)])
 
 
-def _series(evaluations: Mapping[str, Any], ranked: list[str]) -> tuple[list[str], dict[tuple[str, str], str]]:
+def _series(ranked: list[str]) -> tuple[list[str], dict[tuple[str, str], str]]:
     """Order of the bars, and the bar that (drafter, decoded with) is: baselines once, those of the best drafter."""
-    names: dict[tuple[str, str], str] = {}
-    taken = set(ranked)
-    for which in ("no drafter", "n-gram", "untrained"):
-        names[ranked[0], which] = which if which not in taken else f"{which} (baseline)"
-    names |= {(drafter, "trained"): drafter for drafter in ranked[:MOST_DRAFTERS]}
-    return list(names.values()), names
+    bars = {(drafter, "trained"): drafter for drafter in ranked[:MOST_DRAFTERS]}
+    for which in ("untrained", "n-gram", "no drafter"):
+        bars[ranked[0], which] = f"{which} (baseline)" if which in ranked else which
+    return list(bars.values()), bars
 
 
 def _plots(evaluations: Mapping[str, Any], tables: tuple[Table, Table, Table]) -> list[Plot]:
     ranked = ranking(evaluations)
-    order, bar = _series(evaluations, ranked)
+    order, bar = _series(ranked)
     only = "" if len(ranked) <= MOST_DRAFTERS else f" The {MOST_DRAFTERS} best of {len(ranked)} drafters are drawn."
     beside = f"Baselines are those measured with {ranked[0]}.{only}" if len(ranked) > 1 else ""
     measured = [
@@ -231,18 +229,18 @@ def _plots(evaluations: Mapping[str, Any], tables: tuple[Table, Table, Table]) -
                 )
             )  # fmt: skip
     chains = [
-        {"with": drafter if which == "trained" else f"{drafter}, {which}", "steps": n, "length": length}
-        for drafter in ranked[:MOST_DRAFTERS]
+        {"with": bar[drafter, which], "steps": n, "length": length}
+        for drafter in ranked
         for which, f in evaluations[drafter]["offline"].items()
-        if f and (which == "trained" or len(ranked) == 1)
+        if f and (drafter, which) in bar
         for n, length in enumerate(f["expected_acceptance_lengths"], 1)
         if length is not None
     ]
     if chains:
         shown.append(
             Plot(
-                "Expected acceptance length by the length of the chain", plots.chain_lines(chains),
-                f"{_CHAIN[0].upper()}{_CHAIN[1:]}.{only}",
+                "Expected acceptance length by the length of the chain", plots.chain_lines(chains, order),
+                f"{_CHAIN[0].upper()}{_CHAIN[1:]}. {beside}",
                 _columns(tables[2], *[c for c in tables[2].head if not c.startswith("accuracy")]),
             )
         )  # fmt: skip

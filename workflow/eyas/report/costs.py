@@ -14,6 +14,7 @@ from eyas.plan import RunPlan
 from eyas.report import plots
 from eyas.report.parts import Figure, Plot, Section, Table, number, span, time_unit
 
+SERVERS = ("sglang", "vllm")  # that drafters are exported for
 _WILDCARD = re.compile(r"\{(\w+)[^}]*\}")
 
 
@@ -26,6 +27,7 @@ def _values(plan: RunPlan, drafter: str) -> dict[str, Sequence[str]]:
         "epoch": [str(n) for n in range(1, config.drafters[drafter].training.epochs + 1)],
         "draft_vocab_size": sorted({str(d.draft_vocab_size) for d in config.drafters.values()}),
         "packaged": list(config.packages),
+        "server": SERVERS,
     }
 
 

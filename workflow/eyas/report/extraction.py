@@ -106,11 +106,9 @@ def _time_plots(times: _Times, cuts: list[tuple[float, float]], about: str) -> l
     tokens, nbytes = (_cumulative(times, amounts, edges) for amounts in (times.tokens, times.nbytes))
     unit, length = time_unit(total)
     speeds = np.diff(tokens) / np.diff(edges)
-    values = [
-        {"from": round(a / length, 4), "to": round(b / length, 4), "speed": round(float(s), 2)}
-        for a, b, s in zip(edges[:-1], edges[1:], speeds, strict=True)
-    ]
-    grown = [{"time": round(t / length, 4), "bytes": round(float(n))} for t, n in zip(edges, nbytes, strict=True)]
+    at = [round(float(edge) / length, 4) for edge in edges]
+    values = [{"time": t, "speed": round(float(s), 2)} for t, s in zip(at, [*speeds, speeds[-1]], strict=True)]
+    grown = [{"time": t, "bytes": round(float(n))} for t, n in zip(at, nbytes, strict=True)]
     marks = [{"time": round(at / length, 4), "label": f"{span(seconds)} without any job"} for at, seconds in cuts]
     told = " Dashed: a longer time without any job, cut out." if cuts else ""
     return [
@@ -119,7 +117,10 @@ def _time_plots(times: _Times, cuts: list[tuple[float, float]], about: str) -> l
             f"Tokens a second, over all jobs. {about}{told}",
             Table(
                 "", [f"{unit} from", "to", "tokens a second"],
-                [[number(v["from"], 2), number(v["to"], 2), number(v["speed"], 1)] for v in values],
+                [
+                    [number(a, 2), number(b, 2), number(v["speed"], 1)]
+                    for a, b, v in zip(at[:-1], at[1:], values[:-1], strict=True)
+                ],
             ),
         ),
         Plot(

@@ -6,9 +6,11 @@
     const [text, soft, line] = ["text", "soft", "line"].map((name) => style.getPropertyValue("--" + name).trim());
     const colours = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].map((n) => style.getPropertyValue("--c" + n).trim());
     const labels = { labelColor: soft, titleColor: text, titleFontWeight: 500, labelFontSize: 12, titleFontSize: 12 };
+    const wide = box.clientWidth;
     const config = {
       background: "transparent", font: "system-ui, sans-serif", view: { stroke: "transparent" },
-      axis: { ...labels, gridColor: line, domainColor: line, tickColor: line }, legend: labels, text: { color: text },
+      axis: { ...labels, gridColor: line, domainColor: line, tickColor: line }, text: { color: text },
+      axisQuantitative: { tickCount: 6 }, legend: { ...labels, columns: wide < 560 ? 2 : 6 },
       mark: { color: colours[0] }, bar: { color: colours[0] }, area: { color: colours[0] },
       range: { category: colours, ordinal: colours },
     };

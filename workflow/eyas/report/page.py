@@ -17,7 +17,7 @@ from eyas import __version__
 from eyas.errors import EyasError
 from eyas.plan import RunPlan
 from eyas.report.acceptance import acceptance_section
-from eyas.report.costs import benchmark_files, costs_section, read_costs
+from eyas.report.costs import SERVERS, benchmark_files, costs_section, read_costs
 from eyas.report.data import data_section, vocabulary_section
 from eyas.report.extraction import extraction_section
 from eyas.report.parts import Section
@@ -95,8 +95,8 @@ class RunFiles:
             n: [folder / f"epoch_{epoch}" / "metrics.jsonl" for epoch in range(1, epochs[n] + 1)]
             for n, folder in folders.items()
         }
-        # which servers' forms there are is up to the workflow
-        self.exports = {n: [folder / "export" / server for server in ("sglang", "vllm")] for n, folder in folders.items()}
+        # which of them there are is up to the workflow
+        self.exports = {n: [folder / "export" / server for server in SERVERS] for n, folder in folders.items()}
 
 
 def _read_shard(path: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def length_histogram(histogram: list[list[Any]]) -> dict[str, Any]:
         alt.Chart(_data(values), height=_HEIGHT)
         .mark_bar()
         .encode(
-            x=alt.X("start:O").title("tokens in a sequence, from").axis(labelOverlap=True, format=","),
+            x=alt.X("start:O").title("tokens in a sequence, from").axis(labelOverlap=True, labelAngle=0, format=","),
             y=alt.Y("sequences:Q").title("sequences"),
             tooltip=[alt.Tooltip("length:N"), alt.Tooltip("sequences:Q", format=",")],
         )
@@ -117,10 +117,11 @@ def coverage_curve(curve: list[list[Any]], chosen: int) -> dict[str, Any]:
 
 
 def _top_legend(channel: Any, order: list[Any] | None = None) -> Any:
-    """The legend above the plot, in columns that a phone has room for."""
+    """The legend above the plot. Names in `order` have their place and colour in every plot that has this order."""
     import altair as alt
 
-    return channel.title(None).sort(order).legend(alt.Legend(orient="top", columns=3, labelLimit=220, symbolLimit=12))
+    channel = channel.title(None).legend(alt.Legend(orient="top", labelLimit=150, symbolLimit=12))
+    return channel.scale(domain=order) if order else channel
 
 
 def loss_curves(values: list[dict[str, Any]]) -> dict[str, Any]:
@@ -195,24 +196,25 @@ def position_bars(values: list[dict[str, Any]], order: list[str]) -> dict[str, A
     )
 
 
-def chain_lines(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Expected acceptance length; `values`: with, steps (of the chain), length."""
+def chain_lines(values: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
+    """Expected acceptance length; `values`: with (what drafted, in `order`), steps (of the chain), length."""
     import altair as alt
 
+    shown = {value["with"] for value in values}
     return _finished(
         alt.Chart(_data(values), height=_HEIGHT)
         .mark_line(point={"size": 40, "filled": True})
         .encode(
             x=alt.X("steps:O").title("drafted tokens").axis(labelAngle=0),
             y=alt.Y("length:Q").title("expected acceptance length").scale(zero=False),
-            color=_top_legend(alt.Color("with:N")),
+            color=_top_legend(alt.Color("with:N"), [name for name in order if name in shown]),
             tooltip=["with:N", "steps:O", alt.Tooltip("length:Q", format=".3f")],
         )
     )
 
 
-def drafter_bars(values: list[dict[str, Any]], ranked: list[str]) -> dict[str, Any]:
-    """Acceptance length; `values`: drafter (in the order `ranked`), prompt set, length."""
+def drafter_bars(values: list[dict[str, Any]], ranked: list[str], sets: list[str]) -> dict[str, Any]:
+    """Acceptance length; `values`: drafter (in the order `ranked`), prompt set (in the order `sets`), length."""
     import altair as alt
 
     return _finished(
@@ -221,8 +223,8 @@ def drafter_bars(values: list[dict[str, Any]], ranked: list[str]) -> dict[str, A
         .encode(
             x=alt.X("length:Q").title("acceptance length").scale(zero=True),
             y=alt.Y("drafter:N").title(None).sort(ranked).axis(labelLimit=110),
-            yOffset=alt.YOffset("prompt set:N").sort(None),
-            color=_top_legend(alt.Color("prompt set:N")),
+            yOffset=alt.YOffset("prompt set:N").sort(sets),
+            color=_top_legend(alt.Color("prompt set:N"), sets),
             tooltip=["drafter:N", "prompt set:N", alt.Tooltip("length:Q", format=".3f")],
         )
         .properties(height=_rows(values, "drafter", "prompt set", step=18))
@@ -240,20 +242,19 @@ def _time_marks(marks: list[dict[str, Any]]) -> Any:
 
 
 def speed_over_time(values: list[dict[str, Any]], marks: list[dict[str, Any]], unit: str) -> dict[str, Any]:
-    """Tokens a second; `values`: from, to (in `unit`s), speed; `marks`: time, label."""
+    """Tokens a second; `values`: time (in `unit`s), speed from then on; `marks`: time, label."""
     import altair as alt
 
-    bars = (
+    area = (
         alt.Chart(_data(values))
-        .mark_bar(binSpacing=0)
+        .mark_area(line=True, opacity=0.35, interpolate="step-after")
         .encode(
-            x=alt.X("from:Q").title(unit),
-            x2="to:Q",
+            x=alt.X("time:Q").title(unit).scale(nice=False),
             y=alt.Y("speed:Q").title("tokens a second").axis(format="~s"),
-            tooltip=["from:Q", "to:Q", alt.Tooltip("speed:Q", format=",.1f")],
+            tooltip=["time:Q", alt.Tooltip("speed:Q", format=",.1f")],
         )
     )
-    return _finished(alt.layer(bars, *([_time_marks(marks)] if marks else []), height=_HEIGHT))
+    return _finished(alt.layer(area, *([_time_marks(marks)] if marks else []), height=_HEIGHT))
 
 
 def bytes_over_time(values: list[dict[str, Any]], marks: list[dict[str, Any]], unit: str) -> dict[str, Any]:
@@ -264,7 +265,7 @@ def bytes_over_time(values: list[dict[str, Any]], marks: list[dict[str, Any]], u
         alt.Chart(_data(values))
         .mark_area(line=True, opacity=0.35)
         .encode(
-            x=alt.X("time:Q").title(unit),
+            x=alt.X("time:Q").title(unit).scale(nice=False),
             y=alt.Y("bytes:Q").title("bytes").axis(format="~s"),
             tooltip=["time:Q", alt.Tooltip("bytes:Q", format=",")],
         )

@@ -61,7 +61,7 @@ def provenance_section(
         "Versions of this page's job",
         ["", "version"],
         [["eyas", __version__], ["python", platform.python_version()], *([name, _version(name)] for name in _PACKAGES)]
-        + [[f"format of {name}", str(number)] for name, number in VERSIONS.items()],
+        + [["formats of the artefacts", ", ".join(f"{name} {number}" for name, number in VERSIONS.items())]],
         prose=("version",),
     )
     recorded = [

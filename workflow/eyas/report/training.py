@@ -175,7 +175,7 @@ def drafters_section(
             [
                 name, *(number(honest_length(f), 3) for f in of_sets),
                 *("none" if f.get("speedup") is None else f"{f['speedup']:.2f}×" for f in of_sets),
-                number(e["offline"]["trained"]["expected_acceptance_length"], 3),
+                number((e["offline"]["trained"] or {}).get("expected_acceptance_length"), 3),
                 number(held_out[0].get("loss") if held_out else None, 4), f"{state['parameters']:,}",
                 f"{maps[name]['draft_vocab_size']:,}", percent(maps[name]["coverage_held_out"]),
                 number(len(state["history"])), number(chosen), ", ".join(exports[name]) or "none",
@@ -201,7 +201,7 @@ def drafters_section(
     if len(ranked) > 1 and bars:
         shown = [
             Plot(
-                "Acceptance length of the drafters", plots.drafter_bars(bars, ranked),
+                "Acceptance length of the drafters", plots.drafter_bars(bars, ranked, sets),
                 "Acceptance length on each prompt set, looping outputs left out; the best drafter is at the top.",
                 Table("", table.head[: 1 + len(sets)], [row[: 1 + len(sets)] for row in rows]),
             )
