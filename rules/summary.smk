@@ -30,15 +30,10 @@ rule summarise:
         "--drafters {params.drafters:q} --output {output.values:q}"
 
 
-# What every rule's jobs cost is in its benchmark files: rule -> [pattern of their paths, GPUs (null: of the drafter)].
-# Rules of several shards are told by the plan.
+# What the jobs cost is in the benchmark files of their rules. Rules of several shards are told by the plan.
 OF_SEVERAL_SHARDS = {job.name for job in PLAN.extraction_jobs if job.shards}
 BENCHMARKS = json.dumps(
-    {
-        each.name: [str(each.benchmark), None if callable(each.resources.get("gpu")) else each.resources.get("gpu", 0)]
-        for each in workflow.rules
-        if each.benchmark and each.name not in OF_SEVERAL_SHARDS
-    }
+    {each.name: str(each.benchmark) for each in workflow.rules if each.benchmark and each.name not in OF_SEVERAL_SHARDS}
 )
 RUN_CONFIG = json.dumps(config)
 

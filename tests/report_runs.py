@@ -14,13 +14,13 @@ DEFINITIONS = {
     "offline": "accuracy given that all earlier steps were right", "decoding": "1 + drafted tokens accepted",
     "looping": "an output that repeats itself", "speedup": "plain seconds over seconds", "baselines": "none, n-gram",
 }  # fmt: skip
-RULES: dict[str, tuple[str, int | None]] = {
-    "tokenize": ("results/{run}/benchmarks/tokens/{shard}.tsv", 0),
-    "extract": ("results/{run}/benchmarks/hidden_states/{shard}.tsv", 2),
-    "train_epoch": ("results/{run}/benchmarks/{drafter}/epoch_{epoch}.tsv", None),
-    "evaluate": ("results/{run}/benchmarks/{drafter}/evaluation.tsv", 1),
-    "write_manifest": ("results/{run}/benchmarks/manifest.tsv", 0),
-    "never_ran": ("results/{run}/benchmarks/never.tsv", 0),
+RULES = {
+    "tokenize": "results/{run}/benchmarks/tokens/{shard}.tsv",
+    "extract": "results/{run}/benchmarks/hidden_states/{shard}.tsv",
+    "train_epoch": "results/{run}/benchmarks/{drafter}/epoch_{epoch}.tsv",
+    "evaluate": "results/{run}/benchmarks/{drafter}/evaluation.tsv",
+    "write_manifest": "results/{run}/benchmarks/manifest.tsv",
+    "never_ran": "results/{run}/benchmarks/never.tsv",
 }
 
 
@@ -32,6 +32,7 @@ def plan_of(results: Path, drafters: int = 1, shards: int = 3, name: str = "demo
         {
             "name": name, "results": str(results), "target": {"path": "models/target"},
             "data": {"prompts": ["prompts.jsonl"], "rows": 100 * shards, "shard_rows": 100} | data,
+            "extraction": {"gpu": 2}, "evaluation": {"gpu": 1},
             "drafters": {drafter: settings for drafter in names},
         },
         "config",
@@ -39,8 +40,8 @@ def plan_of(results: Path, drafters: int = 1, shards: int = 3, name: str = "demo
     return RunPlan(config, 100 * shards, ())
 
 
-def rules_of(plan: RunPlan) -> dict[str, tuple[str, int | None]]:
-    return {n: (p.replace("results/{run}", plan.run_folder), gpus) for n, (p, gpus) in RULES.items()}
+def rules_of(plan: RunPlan) -> dict[str, str]:
+    return {rule: pattern.replace("results/{run}", plan.run_folder) for rule, pattern in RULES.items()}
 
 
 def statistics(source: str = "chat") -> dict[str, Any]:

@@ -19,8 +19,6 @@ if __name__ == "__main__":
     parser = job_parser(__doc__)
     parser.add_argument("--config", required=True, help="JSON: the run's configuration")
     parser.add_argument("--rows", type=int, required=True, help="rows of the run")
-    parser.add_argument(
-        "--benchmarks", default="{}", help="JSON: rule -> [pattern of its benchmark files, GPUs; null: training.gpu]"
-    )
+    parser.add_argument("--benchmarks", default="{}", help="JSON: rule -> pattern of its benchmark files")
     parser.add_argument("--output", type=Path, required=True, help="report.html")
     run_job(parser, work)

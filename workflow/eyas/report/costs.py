@@ -31,27 +31,38 @@ def _values(plan: RunPlan, drafter: str) -> dict[str, Sequence[str]]:
     }
 
 
-def benchmark_files(plan: RunPlan, rules: Mapping[str, tuple[str, int | None]]) -> dict[str, list[tuple[Path, int]]]:
+def _gpus(plan: RunPlan, rule: str, drafter: str) -> int:
+    """GPUs that a job of the rule is given."""
+    config = plan.config
+    return {
+        "respond": config.responses.gpu,
+        "extract": config.extraction.gpu,
+        "train_epoch": config.drafters[drafter].training.gpu,
+        "evaluate": config.evaluation.gpu,
+    }.get(rule, 0)
+
+
+def benchmark_files(plan: RunPlan, rules: Mapping[str, str]) -> dict[str, list[tuple[Path, int]]]:
     """The benchmark files that the jobs of each rule write, with the GPUs of the job; none is looked at.
 
-    `rules`: rule -> (pattern of its files, GPUs; None: the drafter's `training.gpu`). Extraction jobs of several
-    shards are rules of their own, and come from the plan. Raises EyasError for a wildcard that nothing is known of.
+    `rules`: rule -> pattern of its files. Extraction jobs of several shards are rules of their own, and come from the
+    plan. Raises EyasError for a wildcard that nothing is known of.
     """
     found: dict[str, dict[Path, int]] = {}
-    for rule, (pattern, gpus) in rules.items():
+    for rule, pattern in rules.items():
         names = list(dict.fromkeys(_WILDCARD.findall(pattern)))
         for drafter in plan.config.drafters:
             values = _values(plan, drafter)
             if unknown := [name for name in names if name not in values]:
                 raise EyasError(f"rule {rule}: its benchmark has a wildcard {unknown[0]!r} that the report cannot fill")
-            count = plan.config.drafters[drafter].training.gpu if gpus is None else gpus
             for choice in product(*(values[name] for name in names)):
                 filled = dict(zip(names, choice, strict=True))
                 path = _WILDCARD.sub(lambda match, filled=filled: filled[match[1]], pattern)
-                found.setdefault(rule, {})[Path(path)] = count
-    for job in plan.extraction_jobs if "extract" not in rules else ():
-        path = Path(plan.run_folder) / "benchmarks" / "hidden_states" / f"{job.log_name}.tsv"
-        found.setdefault("extract", {})[path] = plan.config.extraction.gpu
+                found.setdefault(rule, {})[Path(path)] = _gpus(plan, rule, drafter)
+    if "extract" not in rules:
+        folder = Path(plan.run_folder) / "benchmarks" / "hidden_states"
+        files = (folder / f"{job.log_name}.tsv" for job in plan.extraction_jobs if job.shards)
+        found["extract"] = {path: plan.config.extraction.gpu for path in files}
     return {rule: list(files.items()) for rule, files in found.items()}
 
 

@@ -110,10 +110,10 @@ def _read_all(paths: Mapping[str, Path], what: str) -> dict[str, Any]:
     return {name: read_json(path, what) for name, path in paths.items()}
 
 
-def write_report(plan: RunPlan, rules: Mapping[str, tuple[str, int | None]], output: Path) -> None:
+def write_report(plan: RunPlan, rules: Mapping[str, str], output: Path) -> None:
     """Write the report of a finished run to `output` (HTML); raises EyasError.
 
-    `rules`: the benchmark files of each rule, see `benchmark_files`; those that exist are read.
+    `rules`: rule -> pattern of its benchmark files, with Snakemake's wildcards; those that exist are read.
     """
     files = RunFiles(plan)
     statistics, manifest = read_json(files.statistics, "file of statistics"), read_json(files.manifest, "manifest")
