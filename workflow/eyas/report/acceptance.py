@@ -26,9 +26,9 @@ _LOSSLESS = (
     " compared"
 )
 _CHAIN = (
-    "expected acceptance length of a chain of n drafted tokens, from the hidden states of the held-out rows: 1 + the sum"
-    " over the steps of the products of the accuracies up to each, an accuracy counting only where all earlier steps"
-    " were right"
+    "expected acceptance length of a chain of n drafted tokens, from the hidden states of the held-out rows: 1 + the"
+    " sum over the steps of the products of the accuracies up to each, an accuracy counting only where all earlier"
+    " steps were right"
 )
 
 
@@ -114,29 +114,29 @@ def _lengths_table(evaluations: Mapping[str, Any]) -> Table:
         ],
         rows,
         [
-            ("with", "trained: the drafter's best epoch; no drafter: the target alone; n-gram: prompt lookup, which drafts"
-             " what followed the last tokens before; untrained: the drafter as it was before training"),
+            ("with", "trained: the drafter's best epoch; no drafter: the target alone; n-gram: prompt lookup, which"
+             " drafts what followed the last tokens before; untrained: the drafter as it was before training"),
             ("acceptance length", _LENGTH),
             ("without looping", "the same over the outputs that did not fall into a loop"),
             ("tokens a forward", "all new tokens over all forward passes of the target"),
             ("speed", _SPEEDUP),
             ("looping", _LOOPING),
             ("lossless", _LOSSLESS),
-            ("in training", "prompts of the set that are also in a row the drafter was trained on; they are not measured"),
+            ("in training", "prompts of the set that are also in a training row; they are not measured"),
         ],
         prose=("prompt set", "with"),
     )  # fmt: skip
 
 
 def _positions_table(evaluations: Mapping[str, Any]) -> Table:
-    measured = [(*names, f.get("acceptance_by_step") or []) for *names, f in _measured(evaluations)]
-    steps = max((len(shares) for *_, shares in measured), default=0)
+    measured = [([d, p, w], f.get("acceptance_by_step") or []) for d, p, w, f in _measured(evaluations)]
+    steps = max((len(shares) for _, shares in measured), default=0)
     return Table(
         "Acceptance by position",
         ["drafter", "prompt set", "with", *(f"token {n}" for n in range(1, steps + 1))],
         [
             [*names, *(percent(share) for share in [*shares, *[None] * (steps - len(shares))])]
-            for *names, shares in measured
+            for names, shares in measured
             if shares
         ],
         [("token n", _POSITION), ("none", "no round got there, or nothing was drafted")],
@@ -251,7 +251,8 @@ def acceptance_section(evaluations: Mapping[str, Any]) -> Section:
     """Of the drafters' `evaluation.json`, by the drafters' names."""
     best = ranking(evaluations)[0]
     tables = (_lengths_table(evaluations), _positions_table(evaluations), _offline_table(evaluations))
-    notes, meanings = [], {}
+    notes: list[str] = []
+    meanings: dict[str, str] = {}
     for drafter, facts in evaluations.items():
         settings = ", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value is not None)
         notes.append(f"{drafter}: {facts['checkpoint']} of it, decoded by {facts['engine']}; {settings}.")

@@ -31,6 +31,10 @@ def _values(plan: RunPlan, drafter: str) -> dict[str, Sequence[str]]:
     }
 
 
+def _fill(pattern: str, wildcards: Mapping[str, str]) -> str:
+    return _WILDCARD.sub(lambda match: wildcards[match[1]], pattern)
+
+
 def _gpus(plan: RunPlan, rule: str, drafter: str) -> int:
     """GPUs that a job of the rule is given."""
     config = plan.config
@@ -56,8 +60,7 @@ def benchmark_files(plan: RunPlan, rules: Mapping[str, str]) -> dict[str, list[t
             if unknown := [name for name in names if name not in values]:
                 raise EyasError(f"rule {rule}: its benchmark has a wildcard {unknown[0]!r} that the report cannot fill")
             for choice in product(*(values[name] for name in names)):
-                filled = dict(zip(names, choice, strict=True))
-                path = _WILDCARD.sub(lambda match, filled=filled: filled[match[1]], pattern)
+                path = _fill(pattern, dict(zip(names, choice, strict=True)))
                 found.setdefault(rule, {})[Path(path)] = _gpus(plan, rule, drafter)
     if "extract" not in rules:
         folder = Path(plan.run_folder) / "benchmarks" / "hidden_states"

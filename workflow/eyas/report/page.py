@@ -77,7 +77,7 @@ def _of(paths: Sequence[Path], make: Callable[[], Any]) -> Any:
 
 
 class RunFiles:
-    """The files of a run that the page is made of, by what they are; see `docs/formats.md`. All of them are read once."""
+    """The files of a run that the page is made of, by what they are; see `docs/formats.md`."""
 
     def __init__(self, plan: RunPlan) -> None:
         run = Path(plan.run_folder)
@@ -138,7 +138,7 @@ def write_report(plan: RunPlan, rules: Mapping[str, str], output: Path) -> None:
     by_path = {path: maps[name] for name, path in files.maps.items()}
     sections = [
         _of(measured, lambda: acceptance_section(evaluations)),
-        _of([*trained, *measured], lambda: drafters_section(states, selections, maps, evaluations, exports)),
+        _of([*trained, *measured, *by_path], lambda: drafters_section(states, selections, maps, evaluations, exports)),
         _of(trained, lambda: training_section(states, metrics, selections)),
         _of(list(by_path), lambda: vocabulary_section(list(by_path.values()))),
         _of([files.statistics], lambda: data_section(statistics)),

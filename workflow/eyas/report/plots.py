@@ -1,6 +1,7 @@
 """Plots of the report, as Vega-Lite specifications: data and encodings, without any colour of the page.
 
-Names that come from the data are values in them, never field names or expressions.
+Names that come from the data are values in them, never field names or expressions. Their order is the domain of a
+scale: of a list to sort by, Vega-Lite makes an expression, and not every name comes through that whole.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ def _finished(chart: Any) -> dict[str, Any]:
 def _rows(values: list[dict[str, Any]], *fields: str, step: int) -> int:
     """Height for horizontal bars, a row each. A number: with a step, Vega warns that only the width fits its box."""
     return max(len({tuple(value[field] for field in fields) for value in values}), 1) * step
+
+
+def _one_line(name: str) -> str:
+    """A name for the domain of a scale: Vega-Lite writes it into an expression, which U+2028 and U+2029 would break."""
+    return name.replace("\u2028", " ").replace("\u2029", " ")
+
+
+def _named(values: list[dict[str, Any]], *fields: str) -> list[dict[str, Any]]:
+    return [value | {field: _one_line(value[field]) for field in fields} for value in values]
 
 
 def _data(values: list[dict[str, Any]]) -> Any:
@@ -121,7 +131,7 @@ def _top_legend(channel: Any, order: list[Any] | None = None) -> Any:
     import altair as alt
 
     channel = channel.title(None).legend(alt.Legend(orient="top", labelLimit=150, symbolLimit=12))
-    return channel.scale(domain=order) if order else channel
+    return channel.scale(domain=list(map(_one_line, order))) if order else channel
 
 
 def loss_curves(values: list[dict[str, Any]]) -> dict[str, Any]:
@@ -168,10 +178,11 @@ def acceptance_bars(values: list[dict[str, Any]], order: list[str]) -> dict[str,
     """Acceptance length; `values`: with (what drafted, in `order`), prompt set, length."""
     import altair as alt
 
+    values = _named(values, "with")
     bars = alt.Chart(_data(values)).encode(
         x=alt.X("length:Q").title("acceptance length").scale(zero=True),
         y=alt.Y("prompt set:N").title(None).sort(None).axis(labelLimit=110),
-        yOffset=alt.YOffset("with:N").sort(order),
+        yOffset=alt.YOffset("with:N").sort(None).scale(domain=list(map(_one_line, order))),
         tooltip=["prompt set:N", "with:N", alt.Tooltip("length:Q", format=".3f")],
     )
     coloured = bars.mark_bar().encode(color=_top_legend(alt.Color("with:N"), order))
@@ -183,12 +194,13 @@ def position_bars(values: list[dict[str, Any]], order: list[str]) -> dict[str, A
     """Acceptance by position; `values`: with (what drafted, in `order`), token (its place in the draft), accepted."""
     import altair as alt
 
+    values = _named(values, "with")
     return _finished(
         alt.Chart(_data(values), height=_HEIGHT)
         .mark_bar()
         .encode(
             x=alt.X("token:O").title("drafted token").axis(labelAngle=0),
-            xOffset=alt.XOffset("with:N").sort(order),
+            xOffset=alt.XOffset("with:N").sort(None).scale(domain=list(map(_one_line, order))),
             y=alt.Y("accepted:Q").title("accepted").axis(format="%"),
             color=_top_legend(alt.Color("with:N"), order),
             tooltip=["with:N", "token:O", alt.Tooltip("accepted:Q", format=".1%")],
@@ -200,6 +212,7 @@ def chain_lines(values: list[dict[str, Any]], order: list[str]) -> dict[str, Any
     """Expected acceptance length; `values`: with (what drafted, in `order`), steps (of the chain), length."""
     import altair as alt
 
+    values = _named(values, "with")
     shown = {value["with"] for value in values}
     return _finished(
         alt.Chart(_data(values), height=_HEIGHT)
@@ -207,7 +220,7 @@ def chain_lines(values: list[dict[str, Any]], order: list[str]) -> dict[str, Any
         .encode(
             x=alt.X("steps:O").title("drafted tokens").axis(labelAngle=0),
             y=alt.Y("length:Q").title("expected acceptance length").scale(zero=False),
-            color=_top_legend(alt.Color("with:N"), [name for name in order if name in shown]),
+            color=_top_legend(alt.Color("with:N"), [name for name in order if _one_line(name) in shown]),
             tooltip=["with:N", "steps:O", alt.Tooltip("length:Q", format=".3f")],
         )
     )
@@ -217,13 +230,14 @@ def drafter_bars(values: list[dict[str, Any]], ranked: list[str], sets: list[str
     """Acceptance length; `values`: drafter (in the order `ranked`), prompt set (in the order `sets`), length."""
     import altair as alt
 
+    values = _named(values, "drafter", "prompt set")
     return _finished(
         alt.Chart(_data(values))
         .mark_bar()
         .encode(
             x=alt.X("length:Q").title("acceptance length").scale(zero=True),
-            y=alt.Y("drafter:N").title(None).sort(ranked).axis(labelLimit=110),
-            yOffset=alt.YOffset("prompt set:N").sort(sets),
+            y=alt.Y("drafter:N").title(None).sort(None).scale(domain=list(map(_one_line, ranked))).axis(labelLimit=110),
+            yOffset=alt.YOffset("prompt set:N").sort(None).scale(domain=list(map(_one_line, sets))),
             color=_top_legend(alt.Color("prompt set:N"), sets),
             tooltip=["drafter:N", "prompt set:N", alt.Tooltip("length:Q", format=".3f")],
         )
@@ -282,7 +296,7 @@ def cost_bars(values: list[dict[str, Any]], ranked: list[str], unit: str) -> dic
         .mark_bar()
         .encode(
             x=alt.X("time:Q").title(unit),
-            y=alt.Y("rule:N").title(None).sort(ranked).axis(labelLimit=120),
+            y=alt.Y("rule:N").title(None).sort(None).scale(domain=list(map(_one_line, ranked))).axis(labelLimit=120),
             color=_top_legend(alt.Color("kind:N"), ["CPU", "GPU"]),
             tooltip=["rule:N", "kind:N", alt.Tooltip("time:Q", format=",.2f")],
         )

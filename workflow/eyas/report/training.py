@@ -58,7 +58,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _epochs(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Records of the trained epochs, each with `end`, the optimizer steps up to its end, and `held_out`, maybe empty."""
+    """The trained epochs, each with `end` (optimizer steps up to its end) and with `held_out`, which may be empty."""
     found, end = [], 0
     for record in state["history"]:
         if "loss" in record:
