@@ -1,5 +1,6 @@
 """Eyas: prompts and a target in, a measured EAGLE-3 drafter out. The stages are in rules/."""
 
+import json
 import os
 import re
 import sys
@@ -35,6 +36,10 @@ except EyasError as exc:
 WORKING_FOLDER = WorkingFolder(Path(".snakemake"))
 if workflow.is_main_process and not is_dry_run(sys.argv[1:]) and WORKING_FOLDER.hold():
     WORKING_FOLDER.drop_stale_lock()
+
+
+# What stands on the first page of `snakemake --report`.
+report: "workflow/report/run.rst"
 
 
 include: "rules/common.smk"

@@ -10,7 +10,12 @@ rule evaluate:
         prompt_sets=PLAN.evaluation_files,
         target=ancient(PLAN.target_files),
     output:
-        f"{RUN}/drafters/{{drafter}}/evaluation.json",
+        report(
+            f"{RUN}/drafters/{{drafter}}/evaluation.json",
+            caption="../workflow/report/evaluation.rst",
+            category="Drafters",
+            labels={"file": "acceptance", "drafter": "{drafter}"},
+        ),
     log:
         f"{RUN}/logs/{{drafter}}/evaluation.log",
     benchmark:

@@ -15,7 +15,12 @@ rule summarise:
             name=("export.json", "README.md"),
         ),
     output:
-        table=f"{RUN}/summary.txt",
+        table=report(
+            f"{RUN}/summary.txt",
+            caption="../workflow/report/summary.rst",
+            category="Run",
+            labels={"file": "summary", "drafter": "all"},
+        ),
         values=f"{RUN}/summary.json",
     log:
         f"{RUN}/logs/summary.log",
@@ -30,13 +35,39 @@ rule summarise:
         "--drafters {params.drafters:q} --output {output.values:q}"
 
 
+# What the jobs cost is in the benchmark files of their rules. Rules of several shards are told by the plan.
+OF_SEVERAL_SHARDS = {job.name for job in PLAN.extraction_jobs if job.shards}
+BENCHMARKS = json.dumps(
+    {each.name: str(each.benchmark) for each in workflow.rules if each.benchmark and each.name not in OF_SEVERAL_SHARDS}
+)
+RUN_CONFIG = json.dumps(config)
+
+
 rule write_report:
     input:
-        summary=f"{RUN}/summary.json",
         statistics=f"{RUN}/tokens/statistics.json",
         vocabularies=VOCABULARIES,
+        manifest=f"{RUN}/hidden_states/data_config.json",
+        shards=expand(f"{RUN}/hidden_states/{{shard}}.json", shard=SHARDS),
+        epochs=[
+            f"{RUN}/drafters/{drafter}/epoch_{settings.training.epochs}/trainer_state.json"
+            for drafter, settings in CONFIG.drafters.items()
+        ],
+        metrics=[
+            f"{RUN}/drafters/{drafter}/epoch_{epoch}/metrics.jsonl"
+            for drafter, settings in CONFIG.drafters.items()
+            for epoch in range(1, settings.training.epochs + 1)
+        ],
+        selections=expand(f"{RUN}/drafters/{{drafter}}/best/selection.json", drafter=CONFIG.drafters),
+        evaluations=expand(f"{RUN}/drafters/{{drafter}}/evaluation.json", drafter=CONFIG.drafters),
+        exports=expand(f"{RUN}/drafters/{{drafter}}/export/sglang/export.json", drafter=CONFIG.drafters),
     output:
-        f"{RUN}/report.html",
+        report(
+            f"{RUN}/report.html",
+            caption="../workflow/report/report.rst",
+            category="Run",
+            labels={"file": "report", "drafter": "all"},
+        ),
     log:
         f"{RUN}/logs/report.log",
     benchmark:
@@ -45,6 +76,8 @@ rule write_report:
         "../workflow/envs/eyas.yaml"
     params:
         version=PLAN.versions["report"],
+        rows=PLAN.rows,
+    # The configuration and the benchmarks are no params: a change of what re-runs nothing else re-runs no report.
     shell:
-        'python "$EYAS_SCRIPTS"/write_report.py --log {log:q} --label report --summary {input.summary:q} '
-        "--statistics {input.statistics:q} --vocabularies {input.vocabularies:q} --output {output:q}"
+        'python "$EYAS_SCRIPTS"/write_report.py --log {log:q} --label report --config {RUN_CONFIG:q} '
+        "--rows {params.rows} --benchmarks {BENCHMARKS:q} --output {output:q}"

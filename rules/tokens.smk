@@ -54,7 +54,12 @@ rule describe_tokens:
         facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=SHARDS),
         target=ancient(PLAN.target_files),
     output:
-        f"{RUN}/tokens/statistics.json",
+        report(
+            f"{RUN}/tokens/statistics.json",
+            caption="../workflow/report/statistics.rst",
+            category="Data",
+            labels={"file": "tokens", "drafter": "all"},
+        ),
     log:
         f"{RUN}/logs/statistics.log",
     benchmark:

@@ -71,7 +71,12 @@ rule select_best:
     output:
         model=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
         config=f"{RUN}/drafters/{{drafter}}/best/config.json",
-        selection=f"{RUN}/drafters/{{drafter}}/best/selection.json",
+        selection=report(
+            f"{RUN}/drafters/{{drafter}}/best/selection.json",
+            caption="../workflow/report/selection.rst",
+            category="Drafters",
+            labels={"file": "epochs on held-out rows", "drafter": "{drafter}"},
+        ),
     log:
         f"{RUN}/logs/{{drafter}}/best.log",
     benchmark:

@@ -8,7 +8,12 @@ rule map_vocabulary:
         target=ancient(PLAN.target_files),
     output:
         mapping=f"{RUN}/vocab_map/{{draft_vocab_size}}.safetensors",
-        facts=f"{RUN}/vocab_map/{{draft_vocab_size}}.json",
+        facts=report(
+            f"{RUN}/vocab_map/{{draft_vocab_size}}.json",
+            caption="../workflow/report/vocabulary.rst",
+            category="Data",
+            labels={"file": "draft vocabulary of {draft_vocab_size}", "drafter": "all"},
+        ),
     log:
         f"{RUN}/logs/vocab_map/{{draft_vocab_size}}.log",
     benchmark:

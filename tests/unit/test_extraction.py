@@ -139,9 +139,10 @@ def test_layout_and_sidecar(tmp_path: Path) -> None:
         "skipped": [{"row": 13, "reason": "test"}, {"row": 14, "reason": "test"}], "tokens_checksum": checksum(tokens),
     }  # fmt: skip
     assert {key: facts[key] for key in known} == known
-    assert set(facts) - set(known) == {"fingerprint", "target", "seconds", "tokens_per_second", "failed"}
+    assert set(facts) - set(known) == {"fingerprint", "target", "seconds", "tokens_per_second", "timeline", "failed"}
     assert facts["target"]["path"] == target.path
     assert facts["seconds"] > 0 and facts["failed"] == []
+    assert facts["timeline"]["samples"][-1][1] == 23
     assert not (output.parent / ".staging").exists()
 
 

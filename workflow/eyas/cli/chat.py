@@ -292,7 +292,7 @@ def _questions(console: Console) -> Iterator[str]:
         pass
     while True:
         try:
-            line = console.input(Text("> ", "bold")).strip()
+            line = input("> ").strip()  # readline shows the prompt itself, and so knows where the line begins
         except EOFError:
             console.print()
             return

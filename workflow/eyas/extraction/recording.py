@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from eyas.extraction.timeline import Timeline
 from eyas.jobs import BatchProgress
 from eyas.shards import Journal, TensorFileWriter
 
@@ -21,7 +22,7 @@ class Recorder:
 
     def __init__(self, file: TensorFileWriter, journal: Journal, progress: BatchProgress, seconds: float) -> None:
         """`seconds`: how much finished work a kill may cost; 0: what came since the last :meth:`flush`."""
-        self.progress = progress
+        self.progress, self.timeline = progress, Timeline()
         self._file, self._journal, self._seconds = file, journal, seconds
         self._token_bytes = file.layout.nbytes / max(progress.total, 1)
         self._changed = threading.Condition()
@@ -89,6 +90,7 @@ class Recorder:
                     self._journal.append(*records)
                     self._journal.records += records
                     self.progress.batch(samples, tokens)
+                    self.timeline.add(tokens)
                     self._noted = time.monotonic()
                 elif ending:
                     return

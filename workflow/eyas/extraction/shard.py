@@ -184,7 +184,7 @@ def extract_shard(
                     output.stem, rows, len(tokens.input_ids), layout.nbytes,
                 )  # fmt: skip
                 described: dict[str, Any] = {}
-                seconds, captured = _fill(
+                seconds, captured, timeline = _fill(
                     _Writer(file, tokens, dtype), engine, journal, output.stem,
                     lambda: described.update(describe_file(staged)),
                 )  # fmt: skip
@@ -210,6 +210,7 @@ def extract_shard(
                 "failed": failed,
                 "seconds": round(seconds, 3),
                 "tokens_per_second": round(captured / seconds, 1) if seconds else None,
+                "timeline": timeline,
                 "files": {output.name: described},
             },
         )
@@ -241,8 +242,10 @@ def _refuse_failures(output: Path, failed: list[dict[str, Any]], allowed: int) -
         )
 
 
-def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str, tail: Callable[[], None]) -> tuple[float, int]:
-    """Capture the sequences that the journal does not have; returns the seconds it took, and their tokens.
+def _fill(
+    writer: _Writer, engine: Engine, journal: Journal, name: str, tail: Callable[[], None]
+) -> tuple[float, int, dict[str, Any] | None]:
+    """Capture the sequences that the journal does not have; returns the seconds it took, their tokens and times.
 
     The journal names a sequence by its index in the shard: a row's id may stand for several. `tail` is called when
     everything is written, while the last of it is on its way to the disk.
@@ -253,7 +256,7 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str, tail: Ca
     writer.write_index()
     if len(finished) == len(tokens):
         tail()
-        return 0.0, 0
+        return 0.0, 0, None
     already = sum(int(lengths[i]) for i in finished)
     engine.begin()
     progress = BatchProgress(
@@ -300,4 +303,4 @@ def _fill(writer: _Writer, engine: Engine, journal: Journal, name: str, tail: Ca
             raise
     recorder.close()
     log.info("%s.", progress.line())
-    return progress.seconds, new
+    return progress.seconds, new, recorder.timeline.facts()

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from eyas.errors import EyasError
 from eyas.extraction.layout import shard_bytes
+from eyas.report.parts import percent
 from eyas.shards import read_json, write_json, write_lock
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
@@ -177,11 +178,6 @@ def collect(token_files: Iterable[Path], hidden_size: int, dtype: str) -> dict[s
     for file in token_files:
         collector.add(file)
     return collector.facts()
-
-
-def percent(share: float | None) -> str:
-    """A share for people."""
-    return "none" if share is None else f"{100 * share:.1f}%"
 
 
 def render(facts: dict[str, Any]) -> str:

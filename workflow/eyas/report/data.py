@@ -1,70 +1,11 @@
-"""Sections of the report: the figures, tables and plots of one stage each, with the definitions of their numbers.
-
-A further section is one more function here and one more line in `write_report`.
-"""
+"""Sections on what goes in: the tokens of the rows, and the draft vocabularies that were counted from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.report import plots
-from eyas.report.statistics import percent
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number, as text, and what it means."""
-
-    name: str
-    value: str
-    meaning: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text. `meanings` [(column, definition)] stand below it; columns of `prose` are set as text."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-    meanings: list[tuple[str, str]] = field(default_factory=list)
-    prose: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A Vega-Lite specification, a sentence that says what it shows, and the same numbers as a table."""
-
-    title: str
-    spec: dict[str, Any]
-    meaning: str
-    numbers: Table
-
-
-@dataclass(frozen=True)
-class Section:
-    """What the page shows below one heading, in this order."""
-
-    anchor: str
-    title: str
-    figures: list[Figure] = field(default_factory=list)
-    plots: list[Plot] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-
-
-def size_of(nbytes: int) -> str:
-    """Bytes for people, in powers of 1000."""
-    value, unit = float(nbytes), "bytes"
-    for larger in ("kB", "MB", "GB", "TB", "PB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{nbytes:,} bytes" if unit == "bytes" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "none" if value is None else f"{value:,.{digits}f}"
+from eyas.report.parts import Figure, Plot, Section, Table, number, percent, size_of
 
 
 def _data_figures(facts: dict[str, Any]) -> list[Figure]:
@@ -86,14 +27,14 @@ def _data_figures(facts: dict[str, Any]) -> list[Figure]:
             f"{percent(cut['answer_limit']['share'])} of the used rows: the last answer met its limit of tokens",
         ),
         Figure(
-            "tokens a sequence", _number(lengths["median"]),
-            f"median; mean {_number(lengths['mean'], 1)}, from {_number(lengths['min'])} to {_number(lengths['max'])};"
-            f" 95% have at most {_number(lengths['p95'])}",
+            "tokens a sequence", number(lengths["median"]),
+            f"median; mean {number(lengths['mean'], 1)}, from {number(lengths['min'])} to {number(lengths['max'])};"
+            f" 95% have at most {number(lengths['p95'])}",
         ),
         Figure(
             "hidden states", size_of(states["bytes"]),
             f"exactly {states['bytes']:,} bytes in {states['shards']:,} shards ({states['dtype']}),"
-            f" {_number(states['bytes_per_token'])} bytes a token",
+            f" {number(states['bytes_per_token'])} bytes a token",
         ),
     ]  # fmt: skip
 
@@ -144,7 +85,7 @@ def data_section(facts: dict[str, Any]) -> Section:
         ),
     ]  # fmt: skip
     tables = [sources, *([skipped] if skipped.rows else [])]
-    return Section("data", "Data", _data_figures(facts), shown if facts["sequences"] else [], tables)
+    return Section("data", "Data", _data_figures(facts), plots=shown if facts["sequences"] else [], tables=tables)
 
 
 def vocabulary_section(maps: list[dict[str, Any]]) -> Section:
@@ -183,64 +124,4 @@ def vocabulary_section(maps: list[dict[str, Any]]) -> Section:
                 ],
             )
         )
-    return Section("vocabulary", "Vocabulary", figures, shown, tables)
-
-
-def _lossless(acceptance: dict[str, Any]) -> str:
-    return "none" if acceptance["decoding"] is None else "yes" if acceptance["lossless"] else "NO"
-
-
-def drafters_section(facts: dict[str, Any]) -> Section:
-    """Of `summary.json`."""
-    drafters = facts["drafters"]
-    about = Table(
-        "Drafters",
-        ["drafter", "trained parameters", "draft vocabulary", "epochs", "best epoch", "exported to"],
-        [
-            [
-                name, f"{d['parameters']:,}", f"{d['draft_vocab_size']:,}", f"{d['epochs']:,}", f"{d['best_epoch']:,}",
-                d["export"],
-            ]
-            for name, d in drafters.items()
-        ],
-        [("best epoch", "by the held-out rows; this one is evaluated and exported")],
-        prose=("exported to",),
-    )  # fmt: skip
-    acceptance = Table(
-        "Acceptance",
-        ["drafter", "which", "decoding", "lossless", "expected", "prompts", "held-out rows", "draft steps"],
-        [
-            [
-                name, which, _number(a["decoding"], 3), _lossless(a), _number(a["offline"], 3),
-                f"{d['prompts']:,}", f"{d['held_out_rows']:,}", f"{d['draft_steps']:,}",
-            ]
-            for name, d in drafters.items()
-            for which, a in d["acceptance"].items()
-        ],
-        [
-            ("decoding", "tokens a forward pass of the target, in greedy decoding of held-out prompts by a chain"),
-            ("lossless", "whether that decoding gave the very tokens that the target gives alone"),
-            (
-                "expected",
-                "acceptance length from the hidden states of held-out rows: 1 + the sum over the steps of the products"
-                " of the accuracies up to each, an accuracy counting only where all earlier steps were right",
-            ),
-        ],
-    )  # fmt: skip
-    losses = Table(
-        "Loss by epoch",
-        ["drafter", "epoch", "loss"],
-        [
-            [name, f"{n:,}", f"{loss:.4f}"]
-            for name, d in drafters.items()
-            for n, loss in enumerate(d["loss_by_epoch"], 1)
-        ],
-        [
-            (
-                "loss",
-                "mean over the epoch's updates; one is the sum over the draft steps i of loss_decay^i times the mean"
-                " cross-entropy of the counted positions",
-            )
-        ],
-    )
-    return Section("drafters", "Drafters", tables=[about, acceptance, losses])
+    return Section("vocabulary", "Vocabulary", figures, plots=shown, tables=tables)
