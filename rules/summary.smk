@@ -74,10 +74,13 @@ rule write_report:
         f"{RUN}/benchmarks/report.tsv"
     conda:
         "../workflow/envs/eyas.yaml"
+    resources:
+        # No params: a change of what re-runs nothing else re-runs no report.
+        run_config=lambda wildcards: RUN_CONFIG,
+        benchmark_files=lambda wildcards: BENCHMARKS,
     params:
         version=PLAN.versions["report"],
         rows=PLAN.rows,
-    # The configuration and the benchmarks are no params: a change of what re-runs nothing else re-runs no report.
     shell:
-        'python "$EYAS_SCRIPTS"/write_report.py --log {log:q} --label report --config {RUN_CONFIG:q} '
-        "--rows {params.rows} --benchmarks {BENCHMARKS:q} --output {output:q}"
+        'python "$EYAS_SCRIPTS"/write_report.py --log {log:q} --label report --config {resources.run_config:q} '
+        "--rows {params.rows} --benchmarks {resources.benchmark_files:q} --output {output:q}"
