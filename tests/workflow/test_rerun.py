@@ -99,7 +99,7 @@ def test_deleted_exports_are_noticed(finished: Workdir) -> None:
 def test_runtime_settings_re_run_nothing(finished: Workdir) -> None:
     finished.settings["responses"]["batch_rows"] = 7
     finished.settings["extraction"] |= {"batch_tokens": 99, "threads": 2}
-    finished.settings["evaluation"] |= {"threads": 2, "draft_tokens": 4}  # the latter is what null stands for
+    finished.settings["evaluation"]["threads"] = 2
     finished.settings["drafters"]["small"]["training"] |= {
         "threads": 2, "processes": 2, "parallel": "fsdp2", "micro_tokens": 100, "checkpoint_minutes": 5,
         "early_stop": 1, "compile": True, "tensorboard": True,
