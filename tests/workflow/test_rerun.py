@@ -99,11 +99,29 @@ def test_deleted_exports_are_noticed(finished: Workdir) -> None:
 def test_runtime_settings_re_run_nothing(finished: Workdir) -> None:
     finished.settings["responses"]["batch_rows"] = 7
     finished.settings["extraction"] |= {"batch_tokens": 99, "threads": 2}
+    finished.settings["evaluation"]["threads"] = 2
     finished.settings["drafters"]["small"]["training"] |= {
         "threads": 2, "processes": 2, "parallel": "fsdp2", "micro_tokens": 100, "checkpoint_minutes": 5,
         "early_stop": 1, "compile": True, "tensorboard": True,
     }  # fmt: skip
     assert finished.dry_run().nothing_to_do
+
+
+def test_a_changed_prompt_set_is_measured_again(finished: Workdir) -> None:
+    prompts = finished.path / "set.jsonl"
+    prompts.write_text('{"question": "what follows ba ?"}\n')
+    finished.settings["evaluation"]["prompt_sets"] = {"held_out": {}, "mine": {"path": "set.jsonl", "prompts": 1}}
+    again = {"evaluate": 1, "export_cards": 1, "summarise": 1, "write_report": 1}
+    assert finished.dry_run().jobs == again
+    finished.run()
+    evaluation = json.loads((finished.run_folder / "drafters/small/evaluation.json").read_text())
+    assert {name: figures["prompts"] for name, figures in evaluation["prompt_sets"].items()} == {
+        "held_out": 4,
+        "mine": 1,
+    }
+    assert finished.dry_run().nothing_to_do
+    prompts.write_text('{"question": "what follows do ?"}\n')
+    assert finished.dry_run().jobs == again
 
 
 def test_a_deleted_shard_is_rebuilt_with_what_depends_on_it(finished: Workdir, reference: Workdir) -> None:
