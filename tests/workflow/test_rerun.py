@@ -34,9 +34,10 @@ def test_a_finished_run_leaves_nothing_to_do_and_nothing_behind(finished: Workdi
     summary = json.loads((finished.run_folder / "summary.json").read_text())
     assert summary["rows"] == 40 and summary["skipped"] == 0
     acceptance = summary["drafters"]["small"]["acceptance"]
-    assert acceptance["trained"]["lossless"] and acceptance["untrained"]["lossless"]
-    assert acceptance["trained"]["decoding"] > acceptance["untrained"]["decoding"]
-    assert acceptance["trained"]["offline"] > 1.2
+    held_out = acceptance["prompt_sets"]["held_out"]
+    assert held_out["trained"]["lossless"] and held_out["untrained"]["lossless"]
+    assert held_out["trained"]["acceptance_length"] > held_out["untrained"]["acceptance_length"]
+    assert acceptance["offline"]["trained"] > 1.2
 
 
 def test_touched_or_changed_code_and_a_fresh_checkout_re_run_nothing(finished: Workdir, tmp_path: Path) -> None:
@@ -91,9 +92,9 @@ def test_another_evaluation_writes_cards_and_exports_nothing(finished: Workdir) 
 def test_deleted_exports_are_noticed(finished: Workdir) -> None:
     export = finished.run_folder / "drafters" / "small" / "export"
     (export / "sglang" / "README.md").unlink()
-    assert finished.dry_run().jobs == {"export_cards": 1, "summarise": 1, "write_report": 1}
+    assert finished.dry_run().jobs == {"export_cards": 1, "summarise": 1}
     (export / "vllm" / "model.safetensors").unlink()
-    assert finished.dry_run().jobs == {"export_drafter": 1, "export_cards": 1, "summarise": 1, "write_report": 1}
+    assert finished.dry_run().jobs == {"export_drafter": 1, "export_cards": 1, "summarise": 1}
 
 
 def test_runtime_settings_re_run_nothing(finished: Workdir) -> None:
