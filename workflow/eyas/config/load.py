@@ -95,7 +95,9 @@ def read_config(path: str | os.PathLike[str]) -> Config:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as exc:
         raise EyasError(f"{path}: cannot be read ({exc.strerror}); name a configuration file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except RecursionError:
+        raise EyasError(f"{path}: not valid YAML: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as exc:  # a date such as 2026-13-45 is a ValueError
         raise EyasError(f"{path}: not valid YAML: {' '.join(str(exc).split())}") from None
     return check_config(values, str(path))
 

@@ -21,7 +21,7 @@ from eyas.drafter.dataset import HiddenStates
 from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, read_manifest, require, require_target
-from eyas.shards import read_json, write_json, write_lock
+from eyas.shards import read_json, write_lock, write_record
 from eyas.target.chat import ChatTemplate
 from eyas.target.model import TargetModel, config_hash, load_target
 from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
@@ -175,4 +175,4 @@ def evaluate(
         raise EyasError(f"evaluation.engine: {settings['engine']} is not there yet; write transformers")
     with write_lock(output), torch.inference_mode():
         measurement = Measurement(run, reference, settings, gpus)
-        write_json(output, measurement.evaluate(load_drafter(trained), _epoch_of(trained), load_drafter(untrained)))
+        write_record(output, measurement.evaluate(load_drafter(trained), _epoch_of(trained), load_drafter(untrained)))

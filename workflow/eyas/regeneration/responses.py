@@ -12,7 +12,7 @@ from eyas.conversations import Row, read_rows, write_rows
 from eyas.errors import EyasError
 from eyas.jobs import Progress
 from eyas.regeneration.replay import Replay, message_of_text
-from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_json, write_lock
+from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_lock, write_record
 from eyas.shards.files import publish
 from eyas.target.chat import ChatTemplate
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer
@@ -211,7 +211,7 @@ def respond_shard(
                 answered = _Generation(target, settings, gpus).run(rows, batch_rows, journal, output.stem)
         write_rows(staging / output.name, answered)
         usable = [row for row in answered if row.skipped is None]
-        write_json(
+        write_record(
             staging / sidecar.name,
             {
                 "format_version": FORMAT_VERSION,

@@ -6,15 +6,14 @@ from eyas.shards.files import (
     checksum,
     describe_file,
     fingerprint,
-    is_complete,
     publish,
-    read_json,
     write_json,
     write_text,
 )
 from eyas.shards.journal import Journal
 from eyas.shards.locks import write_lock
 from eyas.shards.names import Shard, is_held_out, shard_files, shards_of
+from eyas.shards.records import check_page, is_complete, parse_json, read_json, write_page, write_record
 from eyas.shards.tensor_file import Layout, TensorFileWriter, TensorSpec, ensure_free, read_header
 
 __all__ = [
@@ -24,6 +23,7 @@ __all__ = [
     "TensorFileWriter",
     "TensorSpec",
     "atomic_path",
+    "check_page",
     "checksum",
     "describe_file",
     "ensure_free",
@@ -31,6 +31,7 @@ __all__ = [
     "is_complete",
     "is_held_out",
     "map_arrays",
+    "parse_json",
     "publish",
     "read_header",
     "read_json",
@@ -39,5 +40,7 @@ __all__ = [
     "write_arrays",
     "write_json",
     "write_lock",
+    "write_page",
+    "write_record",
     "write_text",
 ]

@@ -20,8 +20,8 @@ from eyas.shards import (
     is_complete,
     map_arrays,
     write_arrays,
-    write_json,
     write_lock,
+    write_record,
 )
 from eyas.shards.files import publish
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, tokenizer_hashes
@@ -173,7 +173,7 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
         staging = output.parent / ".staging" / output.stem
         staging.mkdir(parents=True, exist_ok=True)
         write_arrays(staging / output.name, arrays, {"format": "eyas.tokens", "version": str(FORMAT_VERSION)})
-        write_json(
+        write_record(
             staging / sidecar.name,
             {
                 "format_version": FORMAT_VERSION,
