@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[1]
 ROWS = 40
 
 
