@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test test-sglang lint docs bench clean-venv
+.PHONY: demo test test-sglang test-faults lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
@@ -18,6 +18,10 @@ test: $(STAMP) lint
 test-sglang: $(STAMP)
 	$(VENV)/bin/python tests/integration/sglang/make_environment.py
 	$(VENV)/bin/python -m pytest tests/integration/sglang
+
+# All injected faults (`make test` tries some of each); the table in docs/reliability.md is the last one. Hours.
+test-faults: $(STAMP)
+	$(VENV)/bin/python -m pytest tests/faults --faults all --faults-page docs/reliability.md
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
