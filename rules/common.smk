@@ -53,6 +53,18 @@ def training_option(name, none=None):
     return option
 
 
+def allocation(settings):
+    """Memory and time that a cluster is asked for, more at each try; of a section, or of a function of the wildcards."""
+
+    def section(wildcards):
+        return settings(wildcards) if callable(settings) else settings
+
+    return {
+        "mem_mb": lambda wildcards, attempt: section(wildcards).memory_mb(attempt),
+        "runtime": lambda wildcards, attempt: section(wildcards).minutes(attempt),
+    }
+
+
 def vocabulary_of(wildcards):
     return f"{RUN}/vocab_map/{CONFIG.drafters[wildcards.drafter].draft_vocab_size}.safetensors"
 

@@ -24,6 +24,7 @@ rule evaluate:
         "../workflow/envs/eyas.yaml"
     threads: CONFIG.evaluation.threads
     resources:
+        **allocation(CONFIG.evaluation),
         gpu=CONFIG.evaluation.gpu,
         gpu_wanted=CONFIG.evaluation.gpu,
     params:

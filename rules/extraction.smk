@@ -23,6 +23,7 @@ for JOB in PLAN.extraction_jobs:
             "../workflow/envs/eyas.yaml"
         threads: CONFIG.extraction.threads
         resources:
+            **allocation(CONFIG.extraction),
             gpu=CONFIG.extraction.gpu,
             gpu_wanted=CONFIG.extraction.gpu,
             rows=JOB.rows,

@@ -16,6 +16,7 @@ rule respond:
         "../workflow/envs/eyas.yaml"
     threads: CONFIG.responses.threads
     resources:
+        **allocation(CONFIG.responses),
         gpu=CONFIG.responses.gpu,
         gpu_wanted=CONFIG.responses.gpu,
         batch_rows=CONFIG.responses.batch_rows,

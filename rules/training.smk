@@ -41,6 +41,7 @@ rule train_epoch:
         "../workflow/envs/eyas.yaml"
     threads: training_option("threads")
     resources:
+        **allocation(lambda wildcards: CONFIG.drafters[wildcards.drafter].training),
         gpu=training_option("gpu"),
         gpu_wanted=training_option("gpu"),
         processes=training_option("world_size"),

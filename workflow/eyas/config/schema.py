@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eyas.config.evaluation import Evaluation, PromptSet
-from eyas.config.fields import Dtype, Name, Number, PromptFormat, StoredDtype, Strict, identity, runtime
+from eyas.config.fields import Asked, Dtype, Name, Number, PromptFormat, StoredDtype, Strict, identity, runtime
 from eyas.config.responses import Endpoint, EndpointOptions, Responses
 from eyas.config.sglang import Sglang
 
@@ -123,7 +123,7 @@ class Tokenization(Strict):
     prompted with them too."""
 
 
-class Extraction(Strict):
+class Extraction(Asked):
     """Hidden states of the target, shard by shard."""
 
     engine: Literal["transformers", "sglang"] = "transformers"
@@ -146,10 +146,13 @@ class Extraction(Strict):
     replicas: int = runtime(1, ge=1)
     """Servers side by side (`engine: sglang`): the shards are cut into so many jobs, each with `gpu` GPUs."""
     sglang: Sglang = Sglang()
-    threads: int = runtime(1, ge=1)
-    """CPU threads of a job."""
     gpu: int = runtime(0, ge=0)
     """GPUs of a job (of each server, with `engine: sglang`)."""
+
+    @property
+    def estimated_gb(self) -> float:
+        """With the states that wait in memory, which counts as the job's."""
+        return super().estimated_gb + (self.sglang.dump_gb if self.engine == "sglang" else 0)
 
     @model_validator(mode="after")
     def _whose(self) -> Extraction:
@@ -207,7 +210,7 @@ class DrafterModel(Strict):
         return self
 
 
-class Training(Strict):
+class Training(Asked):
     """The drafter's training."""
 
     epochs: int = Field(3, ge=1)

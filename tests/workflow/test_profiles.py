@@ -1,0 +1,96 @@
+"""Every profile plans every configuration without a cluster, and asks SLURM for what the jobs need."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from workflow_runs import CHECKOUT
+
+PROFILES = ["default", "gpu8", "slurm", "kubernetes"]
+CONFIGS = ["config", "kimi-k2.5", "qwen3-8b"]
+PLANS = Path(__file__).parents[1] / "profile_plans.py"
+
+
+def plan(folder: Path, *pairs: tuple[str, Path], **environment: str) -> list[dict[str, Any]]:
+    pairs = tuple((profile, str(config)) for profile, config in pairs)
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("EYAS_", "KUBE", "SLURM"))}
+    done = subprocess.run(
+        [sys.executable, str(PLANS), json.dumps(pairs)], cwd=folder, capture_output=True, text=True, timeout=600,
+        env=outside | {"KUBECONFIG": "/nowhere"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    pairs = [(profile, config) for profile in PROFILES for config in CONFIGS]
+    folder = tmp_path_factory.mktemp("plans")
+    found = plan(folder, *((profile, CHECKOUT / "config" / f"{config}.yaml") for profile, config in pairs))
+    assert not (folder / "results").exists()
+    return dict(zip(pairs, found, strict=True))
+
+
+def options(submitted: list[list[str]], rule: str) -> list[str]:
+    """The options of one job of a rule; several jobs must agree."""
+    found = {text for name, text in submitted if name == rule}
+    assert len(found) == 1, found
+    return found.pop().split()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_dry_run_needs_no_cluster(profile: str, config: str, plans: dict) -> None:
+    result = plans[profile, config]
+    assert result["code"] == 0, result["text"][-3000:]
+    jobs = dict(re.findall(r"^(\w[\w-]*) +(\d+)$", result["text"], re.M))
+    assert jobs["train_epoch"] == "3" and jobs["all"] == "1"
+    plain = plans["default", config]["text"]
+    assert jobs == dict(re.findall(r"^(\w[\w-]*) +(\d+)$", plain, re.M))
+
+
+def test_slurm_is_asked_for_the_gpus_of_a_job_on_one_node(plans: dict) -> None:
+    submitted = plans["slurm", "kimi-k2.5"]["submitted"]
+    extraction = options(submitted, "extract_rows_0-999")  # one replica: one job for all shards
+    assert {"--nodes=1", "--gpus=8", "--cpus-per-task=8"} <= set(extraction)
+    # 8 + 4 a thread + 16 a GPU, and the states that wait in memory, in GB; a day
+    assert extraction[extraction.index("--mem") + 1] == str(1000 * (8 + 4 * 8 + 16 * 8 + 64))
+    assert extraction[extraction.index("-t") + 1] == "1440"
+    assert {"--nodes=1", "--gpus=8", "--cpus-per-task=16"} <= set(options(submitted, "train_epoch"))
+    for rule, text in submitted:
+        assert "--nodes=1" in text and "--array" not in text, rule
+        if rule in ("tokenize", "write_manifest", "respond"):
+            assert "gpu" not in text
+    # the first attempt of jobs that load no model
+    manifest = options(submitted, "write_manifest")
+    assert manifest[manifest.index("--mem") + 1] == "8000" and manifest[manifest.index("-t") + 1] == "240"
+
+
+def test_partition_and_account_are_variables(tmp_path: Path, plans: dict) -> None:
+    config = CHECKOUT / "config" / "qwen3-8b.yaml"
+    (result,) = plan(tmp_path, ("slurm", config), EYAS_SLURM_PARTITION="h200-long", EYAS_SLURM_ACCOUNT="12345")
+    assert result["code"] == 0
+    assert result["text"].count("slurm_partition=h200-long, slurm_account=12345") == len(result["submitted"])
+    assert "slurm_partition=, slurm_account=," in plans["slurm", "qwen3-8b"]["text"]
+
+
+def test_profiles_that_replace_the_default_one_keep_its_triggers() -> None:
+    def read(name: str) -> dict[str, Any]:
+        return yaml.safe_load((CHECKOUT / "profiles" / name / "config.yaml").read_text())
+
+    default = read("default")
+    assert sorted(path.parent.name for path in (CHECKOUT / "profiles").glob("*/config.yaml")) == sorted(PROFILES)
+    for name in PROFILES:
+        profile = read(name)
+        for key in ("rerun-triggers", "max-checksum-file-size", "scheduler", "rerun-incomplete", "printshellcmds"):
+            assert profile[key] == default[key], f"{name}: {key}"
+        assert "keep-incomplete" not in profile and "slurm-array-jobs" not in profile
+    assert "gpu" not in read("slurm").get("resources", {})  # it would hold for all jobs in the queue together
