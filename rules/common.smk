@@ -53,16 +53,32 @@ def training_option(name, none=None):
     return option
 
 
+# How SLURM is asked for GPUs: `--gpus=8`, or, on sites that take only `--gres`, EYAS_SLURM_GRES=gpu (or gpu:h200).
+GRES = os.environ.get("EYAS_SLURM_GRES")
+GRANTED = "gpu_wanted" if GRES else "gpu"  # the resource that says how many GPUs a job was given
+
+
 def allocation(settings):
-    """Memory and time that a cluster is asked for, more at each try; of a section, or of a function of the wildcards."""
+    """What a job asks for: GPUs, nodes, memory and time, the last two more at each try.
 
-    def section(wildcards):
-        return settings(wildcards) if callable(settings) else settings
+    `settings` is a section of the configuration, or a function of the wildcards that finds it.
+    """
 
-    return {
-        "mem_mb": lambda wildcards, attempt: section(wildcards).memory_mb(attempt),
-        "runtime": lambda wildcards, attempt: section(wildcards).minutes(attempt),
+    def resource(value):
+        return (lambda wildcards: value(settings(wildcards))) if callable(settings) else value(settings)
+
+    def at_attempt(value):
+        return lambda wildcards, attempt: value(settings(wildcards) if callable(settings) else settings, attempt)
+
+    asked = {
+        "gpu": 0 if GRES else resource(lambda section: section.gpu),
+        "gpu_wanted": resource(lambda section: section.gpu),
+        "mem_mb": at_attempt(lambda section, attempt: section.memory_mb(attempt)),
+        "runtime": at_attempt(lambda section, attempt: section.minutes(attempt)),
     }
+    if GRES:
+        asked["gres"] = resource(lambda section: f"{GRES}:{section.gpu}" if section.gpu else None)
+    return asked
 
 
 def vocabulary_of(wildcards):

@@ -25,8 +25,6 @@ rule evaluate:
     threads: CONFIG.evaluation.threads
     resources:
         **allocation(CONFIG.evaluation),
-        gpu=CONFIG.evaluation.gpu,
-        gpu_wanted=CONFIG.evaluation.gpu,
     params:
         version=PLAN.versions["evaluation"],
         rows=PLAN.rows,
@@ -36,7 +34,7 @@ rule evaluate:
         target=TARGET,
     shell:
         'python "$EYAS_SCRIPTS"/evaluate_drafter.py --log {log:q} --label {wildcards.drafter}/evaluation '
-        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} "
+        f"--threads {{threads}} --gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} "
         "--manifest {input.manifest:q} --rows {params.rows} --shard-rows {params.shard_rows} "
         "--trained {input.trained:q} --untrained {input.untrained:q} --target {params.target:q} "
         "--settings {params.settings:q} --output {output:q}"

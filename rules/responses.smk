@@ -17,8 +17,6 @@ rule respond:
     threads: CONFIG.responses.threads
     resources:
         **allocation(CONFIG.responses),
-        gpu=CONFIG.responses.gpu,
-        gpu_wanted=CONFIG.responses.gpu,
         batch_rows=CONFIG.responses.batch_rows,
         endpoint=PLAN.endpoint_json,
     params:
@@ -28,6 +26,6 @@ rule respond:
         target=PLAN.response_target_json,
     shell:
         'python "$EYAS_SCRIPTS"/respond.py --log {log:q} --label responses/{wildcards.shard} --threads {threads} '
-        "--gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --prompts {input.prompts:q} "
+        f"--gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} --prompts {{input.prompts:q}} "
         "--target {params.target:q} --settings {params.settings:q} "
         "--batch-rows {resources.batch_rows} --endpoint {resources.endpoint:q} --output {output.rows:q}"
