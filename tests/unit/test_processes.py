@@ -21,6 +21,7 @@ from eyas.drafter.checkpoint import load_checkpoint
 from eyas.drafter.epoch import Runtime
 from eyas.errors import EyasError
 from eyas.jobs import launch
+from eyas.jobs.launch import reason_of
 from several_processes import EPOCHS
 
 TESTS = Path(__file__).parents[1]
@@ -198,3 +199,24 @@ def test_all_are_asked_to_stop_and_may_save(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, "asked")
     assert (tmp_path / "stopped_0").exists() and (tmp_path / "stopped_1").exists()
+
+
+FAILED, STOPPED, KILLED, ENDED, ABORTED = 1, 130, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ({0: (ABORTED, 5), 1: (FAILED, 5)}, 1),
+        ({0: (ABORTED, 4), 1: (FAILED, 5)}, 1),  # the launcher saw the one that it tore down first
+        ({0: (ENDED, 6), 1: (FAILED, 5), 2: (ABORTED, 5)}, 1),
+        ({0: (FAILED, 5), 1: (KILLED, 5)}, 1),  # it was gone, so the first failed
+        ({0: (FAILED, 4), 1: (KILLED, 5)}, 1),
+        ({0: (KILLED, 35), 1: (FAILED, 5)}, 1),  # by the launcher, after its patience
+        ({0: (FAILED, 6), 1: (FAILED, 5)}, 1),
+        ({0: (ENDED, 5), 1: (ABORTED, 4)}, 1),
+        ({0: (KILLED, 5), 1: (STOPPED, 9)}, 1),
+    ],
+)
+def test_the_process_that_is_the_reason(ends: dict[int, tuple[int, float]], reason: int) -> None:
+    assert reason_of(ends) == (reason, ends[reason][0])

@@ -9,14 +9,18 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eyas.errors import EyasError
 from eyas.jobs.heartbeat import pause_heartbeat
 
 log = logging.getLogger(__name__)
 
+STOPPED = 130
+"""Exit code after Ctrl-C."""
+
 _PR_SET_PDEATHSIG = 1
+_BEFORE_THE_LAUNCHER_KILLS = 10  # seconds; it waits for 30
 
 
 def die_with_parent() -> None:
@@ -54,20 +58,33 @@ def launch(command: Sequence[str], count: int, threads: int) -> None:
     except SignalException as exc:
         raise KeyboardInterrupt from exc
     except ChildFailedError as exc:
-        codes = {rank: failure.exitcode for rank, failure in exc.failures.items()}
-        # Times are in seconds. SIGTERM is what the launcher ends the others with, and SIGABRT what torch
-        # does in a process that lost them: neither is the reason while there is another.
-        after = (-signal.SIGTERM, -signal.SIGABRT)
-        rank, first = min(
-            exc.failures.items(),
-            key=lambda item: (item[1].timestamp, item[1].exitcode in after, item[1].exitcode >= 0),
-        )
-        if 130 in codes.values():
+        rank, code = reason_of({rank: (item.exitcode, item.timestamp) for rank, item in exc.failures.items()})
+        if code == STOPPED:
             raise KeyboardInterrupt from None
-        if first.exitcode < 0:
+        if code < 0:
             raise EyasError(
-                f"process {rank} of {count} was killed by signal {-first.exitcode}"
-                f" ({signal.Signals(-first.exitcode).name}); was it out of memory? Run the same command to go on from"
-                " the last save"
+                f"process {rank} of {count} was killed by signal {-code} ({signal.Signals(-code).name}); was it out of"
+                " memory? Run the same command to go on from the last save"
             ) from None
         raise SystemExit(1) from None
+
+
+def reason_of(ends: Mapping[int, tuple[int, float]]) -> tuple[int, int]:
+    """Of several processes that failed, the one (rank, exit code) that is the reason, from how and when each ended.
+
+    `ends`: exit code (negative: a signal) and seconds, by rank. An exit code of Ctrl-C goes before all. A signal
+    from outside goes before a process that failed, which it may have done because the other was gone; but not
+    the SIGKILL with which the launcher ends, half a minute later, who did not mind its SIGTERM. SIGTERM itself,
+    and the SIGABRT of libraries that lost the others, are reasons only where there is no other.
+    """
+    stopped = [rank for rank, (code, _) in ends.items() if code == STOPPED]
+    if stopped:
+        return stopped[0], STOPPED
+    failed = [(when, rank) for rank, (code, when) in ends.items() if code > 0]
+    after = (-signal.SIGTERM, -signal.SIGABRT)
+    killed = [(when, rank) for rank, (code, when) in ends.items() if code < 0 and code not in after]
+    if failed and (not killed or min(killed)[0] - min(failed)[0] > _BEFORE_THE_LAUNCHER_KILLS):
+        rank = min(failed)[1]
+    else:
+        rank = min(killed or [(when, rank) for rank, (_, when) in ends.items()])[1]
+    return rank, ends[rank][0]

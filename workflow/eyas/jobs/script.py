@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from eyas.devices import lease_gpus
 from eyas.errors import EyasError
 from eyas.jobs.heartbeat import Heartbeat
-from eyas.jobs.launch import die_with_parent
+from eyas.jobs.launch import STOPPED, die_with_parent
 
 log = logging.getLogger("eyas")
 
@@ -33,8 +33,6 @@ _DISK_ERRORS = {
 
 # How gloo and NCCL say that a process which this one waits for is gone.
 _PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote process has exited")
-
-_STOPPED = 130  # exit code after Ctrl-C
 
 
 def job_parser(description: str | None) -> argparse.ArgumentParser:
@@ -103,13 +101,28 @@ def run_job(
     if heartbeat:
         if code == 0:
             heartbeat.succeeded()
-        elif code == _STOPPED:
+        elif code == STOPPED:
             heartbeat.stopped()
         else:
             heartbeat.failed(reason)
     if code:
+        if rank is not None:
+            _end_at_once(code)
         sys.exit(code)
     log.info("Done in %.1f s.", time.monotonic() - started)
+
+
+def _end_at_once(code: int | str) -> None:
+    """Leave one of several processes without Python's clean-up, in which threads that wait for the others abort it.
+
+    Its exit code then is the one that it was given, and the others hear of it in the same moment.
+    """
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _run(
@@ -140,7 +153,7 @@ def _run(
         return 1, line
     except KeyboardInterrupt:
         log.error("Stopped by the user; finished work is kept, run the same command to go on.")
-        return _STOPPED, None
+        return STOPPED, None
     except Exception as exc:
         if rank is not None and any(words in str(exc) for words in _PEER_GONE):
             log.error("Ends, because another process of this job did.")
