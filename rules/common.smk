@@ -81,6 +81,30 @@ def allocation(settings):
     return asked
 
 
+def over_nodes(settings):
+    """What a job over several machines asks for besides: the words by which the SLURM executor knows them."""
+
+    def where_many(value):
+        return lambda wildcards: value(settings(wildcards)) if settings(wildcards).nodes > 1 else None
+
+    def gres(wildcards):  # of each machine; GPUs counted for the whole job could be spread unevenly
+        section = settings(wildcards)
+        each = section.gpu // section.nodes
+        return f"{GRES or 'gpu'}:{each}" if each and (GRES or section.nodes > 1) else None
+
+    return {
+        "nodes": lambda wildcards: settings(wildcards).nodes,
+        "tasks": where_many(lambda section: section.nodes),
+        "tasks_per_gpu": where_many(lambda section: 0),
+        "mpi": where_many(lambda section: "srun"),
+        "gres": gres,
+    }
+
+
+def training(wildcards):
+    return CONFIG.drafters[wildcards.drafter].training
+
+
 def vocabulary_of(wildcards):
     return f"{RUN}/vocab_map/{CONFIG.drafters[wildcards.drafter].draft_vocab_size}.safetensors"
 

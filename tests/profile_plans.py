@@ -1,6 +1,6 @@
 """Started by test_profiles: dry runs of profiles with configurations, in one process, since Snakemake loads slowly.
 
-Arguments: a JSON list of [profile, configuration file]. Prints, for each, the exit code, the text, and what the SLURM
+Arguments: a JSON list of [profile, configuration file, environment]. Prints, for each, the exit code, the text, and what the SLURM
 executor would submit for each job.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -32,9 +33,10 @@ def noting(self: Executor, job: object) -> None:
 
 Executor.run_job = noting
 results = []
-for profile, config in json.loads(sys.argv[1]):
+for profile, config, environment in json.loads(sys.argv[1]):
     text, code = io.StringIO(), None
     submitted.clear()
+    os.environ.update(environment)
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
             main(
@@ -43,5 +45,7 @@ for profile, config in json.loads(sys.argv[1]):
             )
         except SystemExit as exc:
             code = exc.code
+    for name in environment:
+        del os.environ[name]
     results.append({"code": code, "text": text.getvalue(), "submitted": list(submitted)})
 json.dump(results, sys.stdout)

@@ -19,24 +19,30 @@ CONFIGS = ["config", "kimi-k2.5", "qwen3-8b"]
 PLANS = Path(__file__).parents[1] / "profile_plans.py"
 
 
-def plan(folder: Path, *pairs: tuple[str, Path], **environment: str) -> list[dict[str, Any]]:
-    pairs = tuple((profile, str(config)) for profile, config in pairs)
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("EYAS_", "KUBE", "SLURM"))}
-    done = subprocess.run(
-        [sys.executable, str(PLANS), json.dumps(pairs)], cwd=folder, capture_output=True, text=True, timeout=600,
-        env=outside | {"KUBECONFIG": "/nowhere"} | environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    pairs = [(profile, config) for profile in PROFILES for config in CONFIGS]
+    """What Snakemake says and SLURM would be asked for, by profile and configuration."""
     folder = tmp_path_factory.mktemp("plans")
-    found = plan(folder, *((profile, CHECKOUT / "config" / f"{config}.yaml") for profile, config in pairs))
+    settings = yaml.safe_load((CHECKOUT / "config" / "kimi-k2.5.yaml").read_text())
+    settings["drafters"]["eagle3"]["training"] |= {"gpu": 16, "nodes": 2}
+    (folder / "nodes.yaml").write_text(yaml.safe_dump(settings))
+    cases: dict[tuple[str, str], list[Any]] = {
+        (profile, config): [profile, str(CHECKOUT / "config" / f"{config}.yaml"), {}]
+        for profile in PROFILES
+        for config in CONFIGS
+    }
+    kimi = str(CHECKOUT / "config" / "kimi-k2.5.yaml")
+    site = {"EYAS_SLURM_PARTITION": "h200-long", "EYAS_SLURM_ACCOUNT": "12345", "EYAS_SLURM_GRES": "gpu:h200"}
+    cases["slurm", "site"] = ["slurm", kimi, site]
+    cases["slurm", "nodes"] = ["slurm", str(folder / "nodes.yaml"), {}]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("EYAS_", "KUBE", "SLURM"))}
+    done = subprocess.run(
+        [sys.executable, str(PLANS), json.dumps(list(cases.values()))], cwd=folder, capture_output=True, text=True,
+        timeout=800, env=outside | {"KUBECONFIG": "/nowhere"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     assert not (folder / "results").exists()
-    return dict(zip(pairs, found, strict=True))
+    return dict(zip(cases, json.loads(done.stdout), strict=True))
 
 
 def options(submitted: list[list[str]], rule: str) -> list[str]:
@@ -74,11 +80,27 @@ def test_slurm_is_asked_for_the_gpus_of_a_job_on_one_node(plans: dict) -> None:
     assert manifest[manifest.index("--mem") + 1] == "8000" and manifest[manifest.index("-t") + 1] == "240"
 
 
-def test_partition_and_account_are_variables(tmp_path: Path, plans: dict) -> None:
-    config = CHECKOUT / "config" / "qwen3-8b.yaml"
-    (result,) = plan(tmp_path, ("slurm", config), EYAS_SLURM_PARTITION="h200-long", EYAS_SLURM_ACCOUNT="12345")
-    assert result["code"] == 0
-    assert result["text"].count("slurm_partition=h200-long, slurm_account=12345") == len(result["submitted"])
+def test_slurm_is_asked_for_training_over_several_nodes(plans: dict) -> None:
+    result = plans["slurm", "nodes"]
+    asked = options(result["submitted"], "train_epoch")
+    assert {"--nodes=2", "--ntasks=2", "--gpus=16", "--gres=gpu:8", "--cpus-per-task=16"} <= set(asked)
+    assert asked[asked.index("--mem") + 1] == str(1000 * (8 + 4 * 16 + 16 * 8))  # on each node
+    assert not [option for option in asked if "ntasks-per-gpu" in option]
+    assert "--gpu 16 --gpu-wanted 16 --processes 16 --nodes 2" in result["text"]
+
+
+def test_sites_that_take_gres_only(plans: dict) -> None:
+    result = plans["slurm", "site"]
+    for rule in ("extract_rows_0-999", "train_epoch", "evaluate"):
+        asked = options(result["submitted"], rule)
+        assert "--gres=gpu:h200:8" in asked and "--gpus" not in " ".join(asked)
+    assert "gres" not in " ".join(options(result["submitted"], "respond"))
+    assert result["text"].count("--gpu 8 --gpu-wanted 8") == 5
+
+
+def test_partition_and_account_are_variables(plans: dict) -> None:
+    site = plans["slurm", "site"]
+    assert site["text"].count("slurm_partition=h200-long, slurm_account=12345") == len(site["submitted"])
     assert "slurm_partition=, slurm_account=," in plans["slurm", "qwen3-8b"]["text"]
 
 

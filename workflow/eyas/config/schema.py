@@ -251,11 +251,13 @@ class Training(Asked):
     epochs that are left repeat the last one trained. null trains them all. Finished epochs stay
     as they are when this is changed."""
     threads: int = runtime(2, ge=1)
-    """CPU threads of the job, over all its processes."""
+    """CPU threads of the job on each machine, over its processes there."""
     gpu: int = runtime(0, ge=0)
-    """GPUs of the job; one process each."""
+    """GPUs of the job, over all its machines; one process each."""
     processes: int | None = runtime(None, ge=1)
-    """Processes of the job. null is one for each GPU, or a single one on the CPU."""
+    """Processes of the job, over all its machines. null is one for each GPU, or a single one on the CPU."""
+    nodes: int = runtime(1, ge=1)
+    """Machines of the job, which share its GPUs and processes evenly; more than one needs SLURM."""
     parallel: Literal["ddp", "fsdp2"] = runtime("ddp")
     """How several processes share the drafter: every one holds it whole, or each a part (PyTorch's
     FSDP2), for drafters that do not fit one GPU with their optimizer."""
@@ -274,7 +276,15 @@ class Training(Asked):
     def _a_process_a_gpu(self) -> Training:
         if self.gpu and self.processes not in (None, self.gpu):
             raise ValueError(f"processes {self.processes} and gpu {self.gpu} disagree: a job has one process a GPU")
+        for key, count in (("gpu", self.gpu), ("processes", self.world_size)):
+            if count % self.nodes:
+                raise ValueError(f"{key} {count} cannot be shared evenly by {self.nodes} nodes")
         return self
+
+    @property
+    def estimated_gb(self) -> float:
+        """On one of the job's machines."""
+        return 8 + 4 * self.threads + 16 * self.gpu // self.nodes
 
     @property
     def world_size(self) -> int:
