@@ -1,7 +1,7 @@
-"""Started by test_profiles: dry runs of profiles with configurations, in one process, since Snakemake loads slowly.
+"""Started by test_profiles: dry runs with several profiles, in one process, since Snakemake loads slowly.
 
-Arguments: a JSON list of [profile, configuration file, environment]. Prints, for each, the exit code, the text, and what the SLURM
-executor would submit for each job.
+Arguments: a JSON list of [arguments of Snakemake, environment]. Prints, for each, the exit code, the text, and what the
+SLURM executor would submit for each job.
 """
 
 from __future__ import annotations
@@ -33,16 +33,13 @@ def noting(self: Executor, job: object) -> None:
 
 Executor.run_job = noting
 results = []
-for profile, config, environment in json.loads(sys.argv[1]):
+for arguments, environment in json.loads(sys.argv[1]):
     text, code = io.StringIO(), None
     submitted.clear()
     os.environ.update(environment)
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
-            main(
-                ["--dry-run", "--cores", "64", "--snakefile", str(CHECKOUT / "Snakefile"), "--configfile", config]
-                + ["--workflow-profile", str(CHECKOUT / "profiles" / profile)]
-            )
+            main(["--dry-run", "--snakefile", str(CHECKOUT / "Snakefile"), *arguments])
         except SystemExit as exc:
             code = exc.code
     for name in environment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from eyas.cli.main import build_parser
 from workflow_runs import CHECKOUT
 
 PROFILES = ["default", "gpu8", "slurm", "kubernetes"]
@@ -19,30 +21,73 @@ CONFIGS = ["config", "kimi-k2.5", "qwen3-8b"]
 PLANS = Path(__file__).parents[1] / "profile_plans.py"
 
 
+# Pages whose commands are all run here or elsewhere in the tests, or say that they are not.
+PAGES = [
+    "docs/one-node.md",
+    "docs/slurm.md",
+    "docs/kubernetes.md",
+    "docs/resuming.md",
+    "docs/monitoring.md",
+    "README.md",
+]
+
+
+def commands(page: str) -> list[str]:
+    """The lines of a page's shell blocks."""
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
+    return [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines() if line.strip()]
+
+
+def planned_commands() -> dict[tuple[str, str], list[Any]]:
+    """The pages' calls of Snakemake with a profile or configuration of the project, as dry runs."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for page in PAGES:
+        for line in commands(page):
+            words = shlex.split(line, comments=True)
+            if ".venv/bin/snakemake" not in words or "my.yaml" in words:
+                continue
+            at = words.index(".venv/bin/snakemake")
+            inside = [str(CHECKOUT / word) if word.startswith(("profiles/", "config/")) else word for word in words]
+            if "--workflow-profile" not in words:
+                inside += ["--workflow-profile", str(CHECKOUT / "profiles" / "default")]
+            arguments = [word for word in inside[at + 1 :] if word != "--dry-run"]
+            found[page, line] = [arguments, dict(word.split("=", 1) for word in words[:at])]
+    return found
+
+
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """What Snakemake says and SLURM would be asked for, by profile and configuration."""
+    """What Snakemake says and SLURM would be asked for: by profile and configuration, and by page and command."""
     folder = tmp_path_factory.mktemp("plans")
     settings = yaml.safe_load((CHECKOUT / "config" / "kimi-k2.5.yaml").read_text())
     settings["drafters"]["eagle3"]["training"] |= {"gpu": 16, "nodes": 2}
     (folder / "nodes.yaml").write_text(yaml.safe_dump(settings))
-    cases: dict[tuple[str, str], list[Any]] = {
-        (profile, config): [profile, str(CHECKOUT / "config" / f"{config}.yaml"), {}]
+
+    def case(profile: str, config: Path, **environment: str) -> list[Any]:
+        # A dry run is for one core where none are named; cluster profiles name none.
+        words = ["--cores", "64", "--workflow-profile", str(CHECKOUT / "profiles" / profile)]
+        return [[*words, "--configfile", str(config)], environment]
+
+    cases = {
+        (profile, config): case(profile, CHECKOUT / "config" / f"{config}.yaml")
         for profile in PROFILES
         for config in CONFIGS
     }
-    kimi = str(CHECKOUT / "config" / "kimi-k2.5.yaml")
     site = {"EYAS_SLURM_PARTITION": "h200-long", "EYAS_SLURM_ACCOUNT": "12345", "EYAS_SLURM_GRES": "gpu:h200"}
-    cases["slurm", "site"] = ["slurm", kimi, site]
-    cases["slurm", "nodes"] = ["slurm", str(folder / "nodes.yaml"), {}]
+    cases["slurm", "site"] = case("slurm", CHECKOUT / "config" / "kimi-k2.5.yaml", **site)
+    cases["slurm", "nodes"] = case("slurm", folder / "nodes.yaml")
+    cases |= planned_commands()
+    texts = {key: json.dumps(value) for key, value in cases.items()}
+    each = list(dict.fromkeys(texts.values()))  # pages repeat each other
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("EYAS_", "KUBE", "SLURM"))}
     done = subprocess.run(
-        [sys.executable, str(PLANS), json.dumps(list(cases.values()))], cwd=folder, capture_output=True, text=True,
+        [sys.executable, str(PLANS), f"[{','.join(each)}]"], cwd=folder, capture_output=True, text=True,
         timeout=800, env=outside | {"KUBECONFIG": "/nowhere"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (folder / "results").exists()
-    return dict(zip(cases, json.loads(done.stdout), strict=True))
+    results = dict(zip(each, json.loads(done.stdout), strict=True))
+    return {key: results[text] for key, text in texts.items()}
 
 
 def options(submitted: list[list[str]], rule: str) -> list[str]:
@@ -102,6 +147,31 @@ def test_partition_and_account_are_variables(plans: dict) -> None:
     site = plans["slurm", "site"]
     assert site["text"].count("slurm_partition=h200-long, slurm_account=12345") == len(site["submitted"])
     assert "slurm_partition=, slurm_account=," in plans["slurm", "qwen3-8b"]["text"]
+
+
+@pytest.mark.parametrize("page", PAGES[:-1])
+def test_commands_of_the_documentation(page: str, plans: dict) -> None:
+    """Each call of Snakemake is planned above; `eyas` and what remains must be known, or marked."""
+    lines = commands(page)
+    assert lines
+    for line in lines:
+        if "# not run here" in line:
+            continue
+        if (page, line) in plans:
+            assert plans[page, line]["code"] == 0, f"{line}\n{plans[page, line]['text'][-2000:]}"
+        elif line.startswith(".venv/bin/eyas "):  # what these do is tested in test_cli, test_status_run and test_verify
+            build_parser().parse_args(shlex.split(line, comments=True)[1:])
+        else:
+            assert line.startswith("squeue --me "), line  # tests/integration/slurm
+
+
+def test_every_profile_has_a_working_line_in_the_readme(plans: dict) -> None:
+    for profile in PROFILES[1:]:
+        found = [
+            line for page, line in plans if page == "README.md" and f"--workflow-profile profiles/{profile} " in line
+        ]
+        assert found and all(plans["README.md", line]["code"] == 0 for line in found), profile
+    assert plans["README.md", ".venv/bin/snakemake --cores all        # make demo"]["code"] == 0
 
 
 def test_profiles_that_replace_the_default_one_keep_its_triggers() -> None:

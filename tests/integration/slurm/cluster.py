@@ -29,6 +29,7 @@ from pathlib import Path
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "slurm-wlm-basic-plugins"]
 DAEMONS = ["munged", "slurmctld", "slurmd"]
+CLIENTS = ["sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo", "sacct", "sacctmgr", "sshare"]
 NODES, GPUS = ("n1", "n2"), 8
 
 SLURM_CONF = """\
@@ -78,7 +79,7 @@ def find(program: str) -> str | None:
 
 
 def missing() -> list[str]:
-    return [program for program in [*DAEMONS, "sbatch", "srun"] if find(program) is None]
+    return [program for program in [*DAEMONS, *CLIENTS] if find(program) is None]
 
 
 def install() -> None:
@@ -133,8 +134,9 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client needs to find this cluster."""
-        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        """What a client needs to find this cluster, also inside of its jobs."""
+        path = os.pathsep.join([str(self.folder / "bin"), os.environ.get("PATH", os.defpath)])
+        return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
     def command(self, *words: str) -> str:
         """The output of one of SLURM's commands."""
@@ -150,7 +152,7 @@ class Cluster:
             return False
 
     def configure(self) -> None:
-        for name in ("state", *(f"spool-{node}" for node in NODES)):
+        for name in ("state", "bin", *(f"spool-{node}" for node in NODES)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o755)  # munge wants no folder that others may write to
         controller, *nodes = free_ports(1 + len(NODES))
@@ -161,6 +163,11 @@ class Cluster:
         }  # fmt: skip
         (self.folder / "slurm.conf").write_text(SLURM_CONF.format(**values))
         (self.folder / "gres.conf").write_text(GRES_CONF)
+        # The executor takes SLURM_CONF away from its jobs, which look in /etc: these give it back.
+        for program in CLIENTS:
+            wrapper = self.folder / "bin" / program
+            wrapper.write_text(f'#!/bin/sh\nSLURM_CONF={self.folder}/slurm.conf exec {find(program)} "$@"\n')
+            wrapper.chmod(0o755)
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -291,4 +298,5 @@ if __name__ == "__main__":
     else:
         args.folder.mkdir(parents=True, exist_ok=True)
         Cluster(args.folder).start()
-        print(f"export SLURM_CONF={shlex.quote(str(Cluster(args.folder).folder / 'slurm.conf'))}")
+        print(f"export SLURM_CONF={shlex.quote(str(args.folder.resolve() / 'slurm.conf'))}")
+        print(f"export PATH={shlex.quote(str(args.folder.resolve() / 'bin'))}:$PATH")

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
 import cluster as slurm
 from cluster import Cluster
-from workflow_runs import CHECKOUT
+from workflow_runs import CHECKOUT, Workdir, new_workdir
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +49,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert text.count(call) == 1
     script.write_text(text.replace(call, f"            args.gpu = 0\n{call}"), encoding="utf-8")
     return copy
+
+
+@pytest.fixture(scope="session")
+def local_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Workdir:
+    """The same run on this machine alone, without GPUs: training takes as many processes, and so the same sums."""
+    work = new_workdir(tmp_path_factory.mktemp("local") / "work", tiny_target)
+    work.settings["drafters"]["small"]["training"] |= {"processes": 2, "threads": 2}
+    work.run()
+    return work

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
 from slurm_runs import SlurmWorkdir, gpus_of, interval, job_processes, most_gpus_at_once, rule_of
-from workflow_runs import Workdir, new_workdir
+from workflow_runs import CHECKOUT, Workdir, new_workdir
 
 GPUS = {"respond": 1, "extract": 8, "train_epoch": 2, "evaluate": 4}
 
@@ -21,15 +22,6 @@ def with_gpus(settings: dict) -> dict:
     settings["drafters"]["small"]["training"] |= {"gpu": GPUS["train_epoch"], "threads": 2}
     settings["evaluation"]["gpu"] = GPUS["evaluate"]
     return settings
-
-
-@pytest.fixture(scope="session")
-def local_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Workdir:
-    """The same run on this machine alone, without GPUs: training takes as many processes, and so the same sums."""
-    work = new_workdir(tmp_path_factory.mktemp("local") / "work", tiny_target)
-    work.settings["drafters"]["small"]["training"] |= {"processes": GPUS["train_epoch"], "threads": 2}
-    work.run()
-    return work
 
 
 @pytest.mark.timeout(3600)
@@ -60,6 +52,9 @@ def test_a_run_survives_what_happens_on_a_cluster(
     try:
         epoch = work.run_folder / "drafters" / "small" / ".staging"
         run.until(lambda: bool(run.job("train_epoch")) and any(epoch.rglob("*.safetensors")), "an epoch has a save")
+        for line in (CHECKOUT / "docs" / "monitoring.md").read_text().splitlines():
+            if line.startswith("squeue "):
+                assert "rule_train_epoch" in cluster.command(*shlex.split(line))
         cancelled = run.job("train_epoch")
         assert cancelled is not None
         cluster.command("scancel", cancelled["JobId"])
