@@ -4,20 +4,25 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test test-sglang test-faults lint docs bench clean-venv
+.PHONY: demo test test-sglang test-slurm test-faults lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
 	$(VENV)/bin/snakemake --cores all
 
-# The linters, then every test but those that need SGLang.
+# The linters, then every test but those that need SGLang or SLURM.
 test: $(STAMP) lint
-	$(VENV)/bin/python -m pytest --ignore tests/integration/sglang
+	$(VENV)/bin/python -m pytest --ignore tests/integration/sglang --ignore tests/integration/slurm
 
 # The tests against real SGLang servers on the CPU, in an environment that is made first (four minutes, 2.6 GB).
 test-sglang: $(STAMP)
 	$(VENV)/bin/python tests/integration/sglang/make_environment.py
 	$(VENV)/bin/python -m pytest tests/integration/sglang
+
+# The tests on a real SLURM on the loopback interface, which is installed first (apt-get, as root) if it is not there.
+test-slurm: $(STAMP)
+	$(VENV)/bin/python tests/integration/slurm/cluster.py install
+	$(VENV)/bin/python -m pytest tests/integration/slurm
 
 # All injected faults (`make test` tries some of each); the table in docs/reliability.md is the last one. Hours.
 test-faults: $(STAMP)

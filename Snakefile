@@ -55,8 +55,10 @@ include: "rules/export.smk"
 include: "rules/summary.smk"
 
 
+# Downloads stay where Snakemake runs: a cluster's nodes seldom reach the internet.
 localrules:
     all,
+    fetch_packaged_file,
 
 
 rule all:

@@ -24,8 +24,7 @@ rule evaluate:
         "../workflow/envs/eyas.yaml"
     threads: CONFIG.evaluation.threads
     resources:
-        gpu=CONFIG.evaluation.gpu,
-        gpu_wanted=CONFIG.evaluation.gpu,
+        **allocation(CONFIG.evaluation),
     params:
         version=PLAN.versions["evaluation"],
         rows=PLAN.rows,
@@ -35,7 +34,7 @@ rule evaluate:
         target=TARGET,
     shell:
         'python "$EYAS_SCRIPTS"/evaluate_drafter.py --log {log:q} --label {wildcards.drafter}/evaluation '
-        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} "
+        f"--threads {{threads}} --gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} "
         "--manifest {input.manifest:q} --rows {params.rows} --shard-rows {params.shard_rows} "
         "--trained {input.trained:q} --untrained {input.untrained:q} --target {params.target:q} "
         "--settings {params.settings:q} --output {output:q}"

@@ -23,8 +23,7 @@ for JOB in PLAN.extraction_jobs:
             "../workflow/envs/eyas.yaml"
         threads: CONFIG.extraction.threads
         resources:
-            gpu=CONFIG.extraction.gpu,
-            gpu_wanted=CONFIG.extraction.gpu,
+            **allocation(CONFIG.extraction),
             rows=JOB.rows,
             total_rows=PLAN.rows,
             batch_tokens=CONFIG.extraction.batch_tokens,
@@ -40,7 +39,7 @@ for JOB in PLAN.extraction_jobs:
             shard_rows=CONFIG.data.shard_rows,
         shell:
             'python "$EYAS_SCRIPTS"/extract.py --log {log:q} --label hidden_states/{resources.rows} '
-            "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --run {params.run:q} "
+            f"--threads {{threads}} --gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} --run {{params.run:q}} "
             "--rows {resources.rows} --total-rows {resources.total_rows} --shard-rows {params.shard_rows} "
             "--target {params.target:q} --settings {params.settings:q} --batch-tokens {resources.batch_tokens} "
             "--max-failed-rows {resources.max_failed_rows} --sglang {resources.sglang:q} "

@@ -16,8 +16,7 @@ rule respond:
         "../workflow/envs/eyas.yaml"
     threads: CONFIG.responses.threads
     resources:
-        gpu=CONFIG.responses.gpu,
-        gpu_wanted=CONFIG.responses.gpu,
+        **allocation(CONFIG.responses),
         batch_rows=CONFIG.responses.batch_rows,
         endpoint=PLAN.endpoint_json,
     params:
@@ -27,6 +26,6 @@ rule respond:
         target=PLAN.response_target_json,
     shell:
         'python "$EYAS_SCRIPTS"/respond.py --log {log:q} --label responses/{wildcards.shard} --threads {threads} '
-        "--gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --prompts {input.prompts:q} "
+        f"--gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} --prompts {{input.prompts:q}} "
         "--target {params.target:q} --settings {params.settings:q} "
         "--batch-rows {resources.batch_rows} --endpoint {resources.endpoint:q} --output {output.rows:q}"

@@ -305,7 +305,8 @@ def main() -> None:
     folder = Path(os.environ["EYAS_CAPTURE_DIR"])
     facts |= {"mode": oct(folder.stat().st_mode & 0o777), "layers": os.environ["EYAS_CAPTURE_LAYERS"]}
     facts |= {"host": args.host, "port": args.port, "key": key, "environment": dict(os.environ)}
-    head = load_file(args.target / "model.safetensors")["lm_head.weight"]
+    weights = load_file(args.target / "model.safetensors")
+    head = weights.get("lm_head.weight", weights.get("model.embed_tokens.weight"))
     faults = {int(length): list(kinds) for length, kinds in args.faults.items()}
     layers = json.loads(os.environ["EYAS_CAPTURE_LAYERS"])
     fake = FakeSglang(folder, made_up_states(head), layers, key, faults, args.delay)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from eyas.config.fields import Name, Number, PromptFormat, Strict, runtime
+from eyas.config.fields import Asked, Name, Number, PromptFormat, Strict, runtime
 
 HELD_OUT = "held_out"
 
@@ -32,7 +32,7 @@ def largest_tree(draft_steps: int, topk: int) -> int:
     return topk + (draft_steps - 1) * topk**2 + 1
 
 
-class Evaluation(Strict):
+class Evaluation(Asked):
     """Acceptance of the drafter: from the states of held-out rows, and in real speculative decoding of the prompt
     sets, beside plain decoding, prompt lookup (n-grams) and the untrained drafter."""
 
@@ -57,8 +57,6 @@ class Evaluation(Strict):
     """The prompt sets, by name. A prompt that a training row asks too is left out and counted."""
     threads: int = runtime(2, ge=1)
     """CPU threads of the job."""
-    gpu: int = runtime(0, ge=0)
-    """GPUs of the job."""
 
     @model_validator(mode="after")
     def _possible(self) -> Evaluation:

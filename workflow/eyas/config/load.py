@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from eyas.config.fields import Asked
 from eyas.config.schema import Config, Responses
 from eyas.errors import EyasError
 
@@ -47,7 +48,9 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
             if not models:
                 return []
             kind = models[0]
-    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return []
+    return sorted(kind.model_fields, key=lambda name: name in Asked.model_fields)  # what all jobs ask for comes last
 
 
 def _problem(error: Mapping[str, Any]) -> str:
