@@ -4,11 +4,15 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test test-sglang lint docs bench clean-venv
+.PHONY: demo report test test-sglang lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
 	$(VENV)/bin/snakemake --cores all
+
+# The report of a finished run, in a browser: of the default configuration, or CONFIG=config/smollm2.yaml.
+report: $(STAMP)
+	$(VENV)/bin/eyas report $(if $(CONFIG),--configfile '$(CONFIG)')
 
 # The linters, then every test but those that need SGLang.
 test: $(STAMP) lint
