@@ -80,8 +80,8 @@ def _curves(states: Mapping[str, Any], metrics: Mapping[str, Any], names: Sequen
         shown.append(
             Plot(
                 "Loss", plots.loss_curves(losses, list(names)),
-                f"Loss: {_LOSS}. Solid: training rows; dashed: held-out rows. Neighbouring steps are averaged to at most"
-                f" {_POINTS} points.",
+                f"Loss: {_LOSS}. Solid: training rows; dashed: held-out rows. Neighbouring steps are averaged to at"
+                f" most {_POINTS} points.",
                 Table(
                     "", ["drafter", "rows", "step", "loss"],
                     [[v["drafter"], v["rows"], number(v["step"]), number(v["loss"], 4)] for v in losses],
