@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 
-.PHONY: demo report test test-sglang lint docs bench clean-venv
+.PHONY: demo report test test-sglang test-browser lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
@@ -14,7 +14,7 @@ demo: $(STAMP)
 report: $(STAMP)
 	$(VENV)/bin/eyas report $(if $(CONFIG),--configfile '$(CONFIG)')
 
-# The linters, then every test but those that need SGLang.
+# The linters, then every test but those that need SGLang. Those in a browser are skipped where there is none.
 test: $(STAMP) lint
 	$(VENV)/bin/python -m pytest --ignore tests/integration/sglang
 
@@ -22,6 +22,11 @@ test: $(STAMP) lint
 test-sglang: $(STAMP)
 	$(VENV)/bin/python tests/integration/sglang/make_environment.py
 	$(VENV)/bin/python -m pytest tests/integration/sglang
+
+# The report in a real browser: Chromium, which is installed first where it is missing (Debian, as root or with sudo).
+test-browser: $(STAMP)
+	$(VENV)/bin/python tests/integration/browser/set_up.py
+	$(VENV)/bin/python -m pytest tests/integration/browser
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -20,7 +20,8 @@
     const options = {
       mode: "vega-lite", actions: false, renderer: "svg", ast: true, tooltip: { theme: dark.matches ? "dark" : "light" },
     };
-    vegaEmbed(box, { ...spec, config }, options)
+    // Vega names the box anew, by the description.
+    vegaEmbed(box, { ...spec, config, description: box.getAttribute("aria-label") }, options)
       .then((result) => { drawn.get(box)?.finalize(); drawn.set(box, result); })
       .catch((error) => { box.textContent = "This plot could not be drawn: " + error.message; });
   };
