@@ -4,13 +4,17 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test test-sglang test-slurm test-faults lint docs bench clean-venv
+.PHONY: demo report test test-sglang test-slurm test-browser test-faults lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
 	$(VENV)/bin/snakemake --cores all
 
-# The linters, then every test but those that need SGLang or SLURM.
+# The report of a finished run, in a browser: of the default configuration, or CONFIG=config/smollm2.yaml.
+report: $(STAMP)
+	$(VENV)/bin/eyas report $(if $(CONFIG),--configfile '$(CONFIG)')
+
+# The linters, then every test but those that need SGLang or SLURM. Those in a browser are skipped where there is none.
 test: $(STAMP) lint
 	$(VENV)/bin/python -m pytest --ignore tests/integration/sglang --ignore tests/integration/slurm
 
@@ -23,6 +27,11 @@ test-sglang: $(STAMP)
 test-slurm: $(STAMP)
 	$(VENV)/bin/python tests/integration/slurm/cluster.py install
 	$(VENV)/bin/python -m pytest tests/integration/slurm
+
+# The report in a real browser: Chromium, which is installed first where it is missing (Debian, as root or with sudo).
+test-browser: $(STAMP)
+	$(VENV)/bin/python tests/integration/browser/set_up.py
+	$(VENV)/bin/python -m pytest tests/integration/browser
 
 # All injected faults (`make test` tries some of each); the table in docs/reliability.md is the last one. Hours.
 test-faults: $(STAMP)

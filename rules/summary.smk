@@ -60,7 +60,12 @@ rule write_report:
         ],
         selections=expand(f"{RUN}/drafters/{{drafter}}/best/selection.json", drafter=CONFIG.drafters),
         evaluations=expand(f"{RUN}/drafters/{{drafter}}/evaluation.json", drafter=CONFIG.drafters),
-        exports=expand(f"{RUN}/drafters/{{drafter}}/export/sglang/export.json", drafter=CONFIG.drafters),
+        exports=expand(
+            f"{RUN}/drafters/{{drafter}}/export/{{server}}/{{name}}",
+            drafter=CONFIG.drafters,
+            server=SERVERS,
+            name=("export.json", "provenance.json"),
+        ),
     output:
         report(
             f"{RUN}/report.html",

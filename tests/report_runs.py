@@ -162,6 +162,14 @@ def manifest() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def provenance(server: str, source: str) -> dict[str, Any]:
+    return {
+        "server": server, "format_version": 1, "versions": {"torch": "9.9", "safetensors": None, source: source},
+        "git": {"commit": "0123abc", "dirty": True}, "artefact_versions": {"tokens": 3, "export": 2},
+        "checkpoint": {"epoch": 1}, "target": {"path": "target", "revision": None}, "config": {"left": "out"},
+    }  # fmt: skip
+
+
 def benchmark(seconds: str = "10.0", cpu: str = "20.0") -> str:
     head = "s\th:m:s\tmax_rss\tmax_vms\tmax_uss\tmax_pss\tio_in\tio_out\tmean_load\tcpu_time"
     return f"{head}\n{seconds}\t0:00:10\t512.00\t1\t1\t1\t0\t0\t100\t{cpu}\n"
@@ -192,11 +200,9 @@ def write_run(plan: RunPlan, source: str = "chat", timeline: bool = True) -> Pat
         for epoch in range(1, epochs + 1):
             (folder / f"epoch_{epoch}").mkdir(exist_ok=True)
             (folder / f"epoch_{epoch}" / "metrics.jsonl").write_text(metrics_lines(epoch))
-        write_json(folder / "export" / "sglang" / "config.json", {})
-        write_json(
-            folder / "export" / "sglang" / "provenance.json",
-            {"git_commit": "0123abc", "versions": {"torch": "9.9", source: source}, "config": {"left": "out"}},
-        )
+        for server in ("sglang", "vllm"):
+            write_json(folder / "export" / server / "config.json", {})
+            write_json(folder / "export" / server / "provenance.json", provenance(server, source))
         for file in [f"{name}/epoch_{epoch}" for epoch in range(1, epochs + 1)] + [f"{name}/evaluation"]:
             _write(run / "benchmarks" / f"{file}.tsv", benchmark())
     for name in plan.shard_names:

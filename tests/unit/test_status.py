@@ -86,7 +86,9 @@ class Run:
         for epoch in range(3):
             put(self.folder / "drafters" / "small" / f"epoch_{epoch}" / "trainer_state.json", {})
         put(self.folder / "drafters" / "small" / "evaluation.json", {})
-        put(self.folder / "drafters" / "small" / "export" / "sglang" / "export.json", {})
+        for server in ("sglang", "vllm"):
+            for name in ("export.json", "README.md", "provenance.json"):
+                put(self.folder / "drafters" / "small" / "export" / server / name, {})
         for name in ("summary.txt", "report.html"):
             (self.folder / name).write_text("x")
 
@@ -149,7 +151,7 @@ def test_counts_and_sums(half: Run) -> None:
     found = half.status
     assert counts(found) == {
         "prompts": (4, 4), "responses": (4, 4), "tokens": (4, 4), "hidden_states": (1, 4), "manifest": (0, 1),
-        "vocabulary": (0, 1), "epochs": (0, 2), "evaluation": (0, 1), "export": (0, 1), "report": (0, 2),
+        "vocabulary": (0, 1), "epochs": (0, 2), "evaluation": (0, 1), "export": (0, 2), "report": (0, 2),
     }  # fmt: skip
     states = found.states
     assert (states.rows, states.rows_done, states.rows_in_unfinished_shards) == (40, 14, 4)
@@ -160,6 +162,15 @@ def test_counts_and_sums(half: Run) -> None:
     assert states.tokens_per_second_last_minute == pytest.approx(1.5, rel=0.01)
     assert states.tokens_per_second == pytest.approx((70 + 90) / (2 + 30), rel=0.01)
     assert states.seconds_left == pytest.approx((280 - 98) / 1.5, rel=0.01)
+
+
+@pytest.mark.parametrize("missing", ["export.json", "README.md", "provenance.json"])
+def test_an_export_without_all_its_files_is_not_done(half: Run, missing: str) -> None:
+    half.record()
+    half.rest()
+    assert counts(half.status)["export"] == (2, 2)
+    (half.folder / "drafters" / "small" / "export" / "vllm" / missing).unlink()
+    assert counts(half.status)["export"] == (1, 2)
 
 
 def test_a_row_of_several_sequences_is_done_with_the_last(half: Run) -> None:

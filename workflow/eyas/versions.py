@@ -16,5 +16,5 @@ VERSIONS = {
     "evaluation": 3,
     "export": 2,
     "card": 1,
-    "report": 2,
+    "report": 3,
 }

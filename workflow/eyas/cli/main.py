@@ -69,6 +69,12 @@ def _status(args: argparse.Namespace) -> int:
     return show(collect(run), args.json)
 
 
+def _report(args: argparse.Namespace) -> int:
+    from eyas.cli.report import build_page, show
+
+    return show(*build_page(args.configfile), open_it=not args.no_open)
+
+
 def _chat(args: argparse.Namespace) -> int:
     from eyas.cli.chat import ChatOptions, run_chat
 
@@ -121,6 +127,19 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--gpu", type=_at_least(0), default=0, metavar="N", help="GPUs (default: 0, the CPU)")
     evaluate.add_argument("--json", action="store_true", help="print what evaluation.json would hold")
     evaluate.set_defaults(work=_evaluate)
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a finished run's report.html and open it",
+        description="Brings report.html up to date with snakemake and opens it in the desktop's browser; its path is"
+        " printed. Of a run that is not finished nothing is built: an older page is opened, with a word on what is"
+        " missing. Exit code 0, or 2 when there is no page to show.",
+    )
+    report.add_argument("--configfile", help="the run's configuration (default: config/config.yaml)")
+    report.add_argument("--no-open", action="store_true", help="print the path alone")
+    report.set_defaults(work=_report)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -196,6 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument("--raw", action="store_true", help="print the text alone, without header and marks")
     inspect.set_defaults(work=_inspect)
     _add_evaluate(commands)
+    _add_report(commands)
     _add_chat(commands)
     return parser
 

@@ -188,6 +188,7 @@ def _series(ranked: list[str]) -> tuple[list[str], dict[tuple[str, str], str]]:
 def _plots(evaluations: Mapping[str, Any], tables: tuple[Table, Table, Table]) -> list[Plot]:
     ranked = ranking(evaluations)
     order, bar = _series(ranked)
+    drafting = [name for name in order if name != bar[ranked[0], "no drafter"]]
     only = "" if len(ranked) <= MOST_DRAFTERS else f" The {MOST_DRAFTERS} best of {len(ranked)} drafters are drawn."
     beside = f"Baselines are those measured with {ranked[0]}.{only}" if len(ranked) > 1 else ""
     measured = [
@@ -220,7 +221,7 @@ def _plots(evaluations: Mapping[str, Any], tables: tuple[Table, Table, Table]) -
         if shares:
             shown.append(
                 Plot(
-                    f"Acceptance by position: {prompt_set}", plots.position_bars(shares, order),
+                    f"Acceptance by position: {prompt_set}", plots.position_bars(shares, drafting),
                     f"For the n-th drafted token: {_POSITION}. {beside}",
                     _columns(
                         tables[1], *[c for c in tables[1].head if c != "prompt set"],

@@ -14,6 +14,7 @@ from eyas.report.parts import Figure, Plot, Section, Table, number, size_of, spa
 
 _BINS = 120
 _SHARDS_SHOWN = 20
+_MOST_SHARDS = 2000  # rows of a table that a browser still lays out at once
 _STALLS_SHOWN = 20
 _STALL_SECONDS, _STALL_FACTOR = 60.0, 5.0
 _CUT_SECONDS = 600.0  # longer times without any job are cut out of the axis
@@ -141,10 +142,10 @@ def _shard_row(shard: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _shards_table(shards: Sequence[Mapping[str, Any]]) -> Table:
-    """All shards, or the slowest ones where there are many; and all of them together."""
+def _shards_tables(shards: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """All shards, and all of them together; where there are many, the slowest ones stand before them."""
     few = len(shards) <= 2 * _SHARDS_SHOWN
-    shown = shards if few else sorted(shards, key=lambda s: s["tokens_per_second"] or np.inf)[:_SHARDS_SHOWN]
+    slowest = [] if few else sorted(shards, key=lambda s: s["tokens_per_second"] or np.inf)[:_SHARDS_SHOWN]
     seconds = sum(shard["seconds"] for shard in shards)
     captured = sum(shard["seconds"] * (shard["tokens_per_second"] or 0) for shard in shards)
     total = [
@@ -153,17 +154,20 @@ def _shards_table(shards: Sequence[Mapping[str, Any]]) -> Table:
         span(max((s["timeline"]["longest_pause"][1] for s in shards if s["timeline"]), default=None)), "",
         number(sum(len(s["skipped"]) for s in shards)), number(sum(len(s["failed"]) for s in shards)),
     ]  # fmt: skip
-    return Table(
-        "Shards" if few else f"The slowest {_SHARDS_SHOWN} of {len(shards):,} shards",
-        ["shard", "rows", "tokens", "bytes", "tokens a second", "time", "longest pause", "begun", "skipped", "failed"],
-        [*map(_shard_row, shown), total],
-        [
-            ("tokens a second, time", "of the job's last attempt, without the loading of the target"),
-            ("longest pause", "longest time in which no token of the shard was finished; of all shards the longest"),
-            ("skipped, failed", "rows that an earlier stage could not use; sequences without states"),
-        ],
-        prose=("begun",),
-    )
+    head = [
+        "shard", "rows", "tokens", "bytes", "tokens a second", "time", "longest pause", "begun", "skipped", "failed",
+    ]  # fmt: skip
+    meanings = [
+        ("tokens a second, time", "of the job's last attempt, without the loading of the target"),
+        ("longest pause", "longest time in which no token of the shard was finished; of all shards the longest"),
+        ("skipped, failed", "rows that an earlier stage could not use; sequences without states"),
+    ]
+    first = f" (the first {_MOST_SHARDS:,} of {len(shards):,})" if len(shards) > _MOST_SHARDS else ""
+    rows = [*map(_shard_row, shards[:_MOST_SHARDS]), total]
+    return [
+        *([Table(f"The slowest {len(slowest)} shards", head, list(map(_shard_row, slowest)))] if slowest else []),
+        Table(f"Shards{first}", head, rows, meanings, folded=not few),
+    ]
 
 
 def extraction_section(shards: Sequence[Mapping[str, Any]], dtype: str) -> Section:
@@ -197,7 +201,7 @@ def extraction_section(shards: Sequence[Mapping[str, Any]], dtype: str) -> Secti
                 Table(
                     f"Stalls{most}", ["shard", "time", "begun"],
                     [[name, span(seconds), _clock(at)] for at, seconds, name in stalls[:_STALLS_SHOWN]],
-                    [("stall", f"{_STALL}; the longest one of each shard")], prose=("begun",),
+                    [("stall", f"{_STALL}; the longest one of each shard")],
                 )
             )  # fmt: skip
         if len(timed) < len(shards):
@@ -209,5 +213,5 @@ def extraction_section(shards: Sequence[Mapping[str, Any]], dtype: str) -> Secti
         )
         shown = _time_plots(times, [], about)
     return Section(
-        "extraction", "Extraction", figures, notes, plots=shown, tables=[*tables, _shards_table(shards)]
+        "extraction", "Extraction", figures, notes, plots=shown, tables=[*tables, *_shards_tables(shards)]
     )  # fmt: skip

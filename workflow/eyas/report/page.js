@@ -10,7 +10,8 @@
     const config = {
       background: "transparent", font: "system-ui, sans-serif", view: { stroke: "transparent" },
       axis: { ...labels, gridColor: line, domainColor: line, tickColor: line }, text: { color: text },
-      axisQuantitative: { tickCount: 6 }, legend: { ...labels, columns: wide < 560 ? 2 : 6 },
+      axisQuantitative: { tickCount: 6 },
+      axisXQuantitative: { tickCount: wide < 560 ? 4 : 6, labelOverlap: true, labelSeparation: 8 }, legend: { ...labels, columns: wide < 560 ? 2 : 6 },
       mark: { color: colours[0] }, bar: { color: colours[0] }, area: { color: colours[0] },
       range: { category: colours, ordinal: colours },
     };
@@ -19,7 +20,8 @@
     const options = {
       mode: "vega-lite", actions: false, renderer: "svg", ast: true, tooltip: { theme: dark.matches ? "dark" : "light" },
     };
-    vegaEmbed(box, { ...spec, config }, options)
+    // Vega names the box anew, by the description.
+    vegaEmbed(box, { ...spec, config, description: box.getAttribute("aria-label") }, options)
       .then((result) => { drawn.get(box)?.finalize(); drawn.set(box, result); })
       .catch((error) => { box.textContent = "This plot could not be drawn: " + error.message; });
   };

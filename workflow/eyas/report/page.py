@@ -16,7 +16,7 @@ from markupsafe import Markup
 from eyas import __version__
 from eyas.errors import EyasError
 from eyas.plan import RunPlan
-from eyas.report.acceptance import acceptance_section
+from eyas.report.acceptance import acceptance_section, ranking
 from eyas.report.costs import SERVERS, benchmark_files, costs_section, read_costs
 from eyas.report.data import data_section, vocabulary_section
 from eyas.report.extraction import extraction_section
@@ -139,7 +139,7 @@ def write_report(plan: RunPlan, rules: Mapping[str, str], output: Path) -> None:
     sections = [
         _of(measured, lambda: acceptance_section(evaluations)),
         _of([*trained, *measured, *by_path], lambda: drafters_section(states, selections, maps, evaluations, exports)),
-        _of(trained, lambda: training_section(states, metrics, selections)),
+        _of([*trained, *measured], lambda: training_section(states, metrics, selections, ranking(evaluations))),
         _of(list(by_path), lambda: vocabulary_section(list(by_path.values()))),
         _of([files.statistics], lambda: data_section(statistics)),
         _of([files.manifest], lambda: extraction_section(shards, manifest["dtype"])),

@@ -17,13 +17,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text. `meanings` [(column, definition)] stand below it; columns of `prose` are set as text."""
+    """Cells as text. `meanings` [(column, definition)] stand below it; columns of `prose` are set as text.
+
+    A `folded` one is opened by a click.
+    """
 
     title: str
     head: list[str]
     rows: list[list[str]]
     meanings: list[tuple[str, str]] = field(default_factory=list)
     prose: tuple[str, ...] = ()
+    folded: bool = False
 
 
 @dataclass(frozen=True)

@@ -134,16 +134,17 @@ def _top_legend(channel: Any, order: list[Any] | None = None) -> Any:
     return channel.scale(domain=list(map(_one_line, order))) if order else channel
 
 
-def loss_curves(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Loss by optimizer step; `values`: drafter, rows (training or held out), step, loss."""
+def loss_curves(values: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
+    """Loss by optimizer step; `values`: drafter (in `order`), rows (training or held out), step, loss."""
     import altair as alt
 
-    one = len({value["drafter"] for value in values}) == 1
+    values = _named(values, "drafter")
+    one = len(order) == 1
     colour = alt.Color("rows:N") if one else alt.Color("drafter:N")
     base = alt.Chart(_data(values), height=_HEIGHT).encode(
         x=alt.X("step:Q").title("optimizer step").axis(format=",d", tickMinStep=1),
         y=alt.Y("loss:Q").title("loss").scale(zero=False),
-        color=_top_legend(colour, ["training", "held out"] if one else None),
+        color=_top_legend(colour, ["training", "held out"] if one else order),
         tooltip=["drafter:N", "rows:N", alt.Tooltip("step:Q", format=","), alt.Tooltip("loss:Q", format=".4f")],
     )
     training = base.transform_filter(alt.FieldEqualPredicate(field="rows", equal="training")).mark_line(strokeWidth=1.5)

@@ -25,14 +25,43 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _flat(values: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted paths and values."""
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from _flat(value, f"{place}.{name}" if place else str(name))
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        text = ", ".join(f"{name} {_text(entry)}" for name, entry in value.items())
+    elif isinstance(value, list):
+        text = ", ".join(map(_text, value))
+    elif value is None or isinstance(value, bool):
+        text = {None: "none", True: "yes", False: "no"}[value]
     else:
-        text = ", ".join(map(str, values)) if isinstance(values, list) else str(values)
-        yield place, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names, of what lies in a mapping with the mapping's before it, and values. Formats are told in one line."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name != "artefact_versions":
+            yield from ((f"{name}: {inner}", text) for inner, text in _flat(value))
+        else:
+            yield name, _text(value)
+
+
+def _recorded(provenance: Mapping[str, Any]) -> Table:
+    """What the exports recorded, without their configuration; what several say alike stands once."""
+    said: dict[str, dict[str, list[str]]] = {}
+    for export, facts in provenance.items():
+        for name, text in _flat({k: v for k, v in facts.items() if k != "config"}):
+            said.setdefault(name, {}).setdefault(text, []).append(export)
+    return Table(
+        "Provenance that the exports recorded", ["", "value", "export"],
+        [
+            [name, text, "all" if len(exports) == len(provenance) else "; ".join(exports)]
+            for name, texts in said.items()
+            for text, exports in texts.items()
+        ],
+        [("git", "commit of the checkout that wrote the export's card; dirty: whether its files differed from that")],
+        prose=("value", "export"),
+    )  # fmt: skip
 
 
 def provenance_section(
@@ -64,15 +93,7 @@ def provenance_section(
         + [["formats of the artefacts", ", ".join(f"{name} {number}" for name, number in VERSIONS.items())]],
         prose=("version",),
     )
-    recorded = [
-        Table(
-            f"Provenance that the export recorded: {name}",
-            ["", "value"],
-            [[place, text] for place, text in _flat({k: v for k, v in facts.items() if k != "config"})],
-            prose=("value",),
-        )
-        for name, facts in provenance.items()
-    ]
+    recorded = [_recorded(provenance)] if provenance else []
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
     return Section(
         "configuration", "Configuration", tables=[data, *recorded, versions],

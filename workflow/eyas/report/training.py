@@ -67,8 +67,7 @@ def _epochs(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _curves(states: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[Plot]:
-    names = list(states)[:MOST_DRAFTERS]
+def _curves(states: Mapping[str, Any], metrics: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     losses, shown = [], []
     for name in names:
         losses += [{"drafter": name, "rows": "training", "step": m["step"], "loss": m["loss"]} for m in metrics[name]]
@@ -80,8 +79,9 @@ def _curves(states: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[Plot]
     if losses:
         shown.append(
             Plot(
-                "Loss", plots.loss_curves(losses),
-                f"Loss: {_LOSS}. Neighbouring steps are averaged to at most {_POINTS} points.",
+                "Loss", plots.loss_curves(losses, list(names)),
+                f"Loss: {_LOSS}. Solid: training rows; dashed: held-out rows. Neighbouring steps are averaged to at"
+                f" most {_POINTS} points.",
                 Table(
                     "", ["drafter", "rows", "step", "loss"],
                     [[v["drafter"], v["rows"], number(v["step"]), number(v["loss"], 4)] for v in losses],
@@ -141,17 +141,23 @@ def _epochs_table(states: Mapping[str, Any], selections: Mapping[str, Any]) -> T
     )  # fmt: skip
 
 
-def training_section(states: Mapping[str, Any], metrics: Mapping[str, Any], selections: Mapping[str, Any]) -> Section:
-    """Of each drafter's last `trainer_state.json`, its `metrics.jsonl` of all epochs, and `best/selection.json`."""
+def training_section(
+    states: Mapping[str, Any], metrics: Mapping[str, Any], selections: Mapping[str, Any], ranked: Sequence[str]
+) -> Section:
+    """Of each drafter's last `trainer_state.json`, its `metrics.jsonl` of all epochs, and `best/selection.json`.
+
+    `ranked`: the drafters, the best first, as the section on acceptance draws them.
+    """
     notes = []
     for name, state in states.items():
         stopped = [record["epoch"] for record in state["history"] if "loss" not in record]
         if stopped:
             notes.append(f"{name}: epochs {min(stopped)} to {max(stopped)} were left out by early stopping.")
     if len(states) > MOST_DRAFTERS:
-        notes.append(f"The curves are those of the first {MOST_DRAFTERS} of {len(states)} drafters.")
+        notes.append(f"The curves are those of the {MOST_DRAFTERS} best of {len(states)} drafters.")
+    shown = _curves(states, metrics, ranked[:MOST_DRAFTERS])
     tables = [_epochs_table(states, selections)]
-    return Section("training", "Training", notes=notes, plots=_curves(states, metrics), tables=tables)
+    return Section("training", "Training", notes=notes, plots=shown, tables=tables)
 
 
 def drafters_section(

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.plan.export import SERVERS
 from eyas.shards import Shard
+
+_EXPORTED = ("export.json", "README.md", "provenance.json")  # of a whole export, for each server
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,10 @@ def read_stages(
     known = all(values.get("epochs") for values in drafters.values())
     stages.append(Stage("epochs", done, total if known and drafters else None))
     wanted = len(drafters) or None
-    for stage, file in (("evaluation", "evaluation.json"), ("export", "export/sglang/export.json")):
-        stages.append(Stage(stage, _there(*(f"{run}/drafters/{name}/{file}" for name in drafters)), wanted))
+    stages.append(Stage("evaluation", _there(*(f"{run}/drafters/{name}/evaluation.json" for name in drafters)), wanted))
+    exports = [f"{run}/drafters/{name}/export/{server}" for name in drafters for server in SERVERS]
+    whole = sum(all(os.path.exists(f"{export}/{file}") for file in _EXPORTED) for export in exports)
+    stages.append(Stage("export", whole, len(exports) or None))
     return [*stages, Stage("report", _there(f"{run}/summary.txt", f"{run}/report.html"), 2)]
 
 
