@@ -21,6 +21,7 @@ from eyas.errors import EyasError
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_AWAY_SECONDS = 60.0  # how long a server that lives may not answer
 
 
 class Connection(Protocol):
@@ -87,6 +88,10 @@ class RunningServer(Generic[C]):
                 if self._stopped.wait(pause):
                     raise EyasError(f"{self._terms.url}: the job was stopped while {self.client.url} was away")
                 pause = min(2 * pause, 15.0)
+
+    def check(self) -> None:
+        """Return when the server answers, after a request that failed; raises EyasError after the outage."""
+        self.wait()
 
     def interrupt(self) -> None:
         """Whoever waits for the server stops."""
@@ -189,7 +194,7 @@ class OwnServer(Generic[C]):
         """A server that is ended because the job is must not be started again by a request that misses it."""
         if self._stopped.is_set():
             self._end()
-            raise EyasError("the job was stopped while a row waited for its server")
+            raise EyasError("the job was stopped while a request waited for its server")
 
     def _require_alive(self, when: str) -> None:
         assert self._process
@@ -215,10 +220,23 @@ class OwnServer(Generic[C]):
 
     # ---- keep
 
+    def check(self) -> None:
+        """Return when the server answers, after a request that failed; raises EyasError where it has died."""
+        with self._lock:
+            deadline = time.monotonic() + _AWAY_SECONDS
+            while not self.client.healthy():
+                self._require_wanted()
+                if self._process is None:
+                    raise EyasError(f"the server is gone; its log is {self._log_file}")
+                self._require_alive("while it was answering")
+                if time.monotonic() > deadline:
+                    raise EyasError(f"the server lives and does not answer; its log is {self._log_file}")
+                time.sleep(_POLL_SECONDS)
+
     def wait(self) -> None:
         """Return when the server answers, having started it again where it died; raises EyasError."""
         with self._lock:
-            deadline = time.monotonic() + 60.0
+            deadline = time.monotonic() + _AWAY_SECONDS
             away = False
             while self._process and self._process.poll() is None:
                 self._require_wanted()
