@@ -8,6 +8,8 @@ rule evaluate:
         trained=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
         untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
         prompt_sets=PLAN.evaluation_files,
+        # What a server loads, where one decodes.
+        export=lambda wildcards: PLAN.evaluation_export(wildcards.drafter),
         target=ancient(PLAN.target_files),
     output:
         report(
@@ -25,6 +27,9 @@ rule evaluate:
     threads: CONFIG.evaluation.threads
     resources:
         **allocation(CONFIG.evaluation),
+        sglang=PLAN.evaluation_options,
+        server=lambda wildcards: PLAN.evaluation_server(wildcards.drafter, drafting=True),
+        plain_server=lambda wildcards: PLAN.evaluation_server(wildcards.drafter, drafting=False),
     params:
         version=PLAN.versions["evaluation"],
         rows=PLAN.rows,
@@ -37,4 +42,5 @@ rule evaluate:
         f"--threads {{threads}} --gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} "
         "--manifest {input.manifest:q} --rows {params.rows} --shard-rows {params.shard_rows} "
         "--trained {input.trained:q} --untrained {input.untrained:q} --target {params.target:q} "
-        "--settings {params.settings:q} --output {output:q}"
+        "--settings {params.settings:q} --sglang {resources.sglang:q} --server {resources.server:q} "
+        "--plain-server {resources.plain_server:q} --output {output:q}"

@@ -1,4 +1,4 @@
-"""How extraction is cut into jobs, and the command line of the server that a job starts."""
+"""How extraction is cut into jobs."""
 
 from __future__ import annotations
 
@@ -53,24 +53,3 @@ def extraction_jobs(config: Config, shards: list[Shard]) -> list[ExtractionJob]:
     if len(cuts) > len(shards):
         return [ExtractionJob(())]
     return [ExtractionJob(tuple(shards[a:b])) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-
-
-def server_command(config: Config) -> list[str]:
-    """The server that a job starts, but for its port and key: those are the job's own, and on loopback."""
-    target, options = config.target, config.extraction.sglang
-    command = [options.python, "-m", "sglang.launch_server", "--model-path", target.path]
-    if target.revision:
-        command += ["--revision", target.revision]
-    if target.trust_remote_code:
-        command += ["--trust-remote-code"]
-    command += ["--dtype", target.dtype, "--tp", str(options.tp or max(config.extraction.gpu, 1))]
-    for name, value in (
-        ("--quantization", options.quantization),
-        ("--mem-fraction-static", options.mem_fraction),
-        ("--chunked-prefill-size", options.chunked_prefill),
-    ):
-        if value is not None:
-            command += [name, str(value)]
-    # Native capture, without its draft model; whole prompts only; the plugin takes the states from there.
-    command += ["--speculative-algorithm", "EAGLE3", "--enable-return-aux-hidden-states", "--disable-radix-cache"]
-    return [*command, "--skip-server-warmup", *options.extra_args]

@@ -15,7 +15,8 @@ from eyas.config import Config, PromptFiles, check_against_target, check_config,
 from eyas.conversations import count_records, expand
 from eyas.errors import EyasError
 from eyas.plan.export import fits_one_file, public_config, public_path
-from eyas.plan.extraction import ExtractionJob, extraction_jobs, server_command
+from eyas.plan.extraction import ExtractionJob, extraction_jobs
+from eyas.plan.servers import capture_command, decoding_command
 from eyas.shards import shards_of
 from eyas.target.files import MODEL_FILES, TOKENIZER_FILES
 from eyas.versions import VERSIONS
@@ -129,7 +130,7 @@ class RunPlan:
         """The server that an extraction job starts, as a shell would take it; `none` where it starts none."""
         extraction = self.config.extraction
         starts = extraction.engine == "sglang" and extraction.sglang.url is None
-        return shlex.join(server_command(self.config)) if starts else "none"
+        return shlex.join(capture_command(self.config)) if starts else "none"
 
     @property
     def evaluation_settings(self) -> str:
@@ -145,7 +146,33 @@ class RunPlan:
                 for name, prompt_set in evaluation.prompt_sets.items()
             },
         }
+        if evaluation.engine != "sglang":
+            del settings["sglang"]
         return _json(settings)
+
+    @property
+    def evaluation_options(self) -> str:
+        """How the servers of an evaluation are reached or kept: for a resource, since it re-runs nothing."""
+        evaluation = self.config.evaluation
+        return _json(evaluation.sglang.options()) if evaluation.engine == "sglang" else "none"
+
+    def evaluation_server(self, drafter: str, drafting: bool) -> str:
+        """The server that an evaluation starts, with the drafter or without; `none` where it starts none."""
+        evaluation = self.config.evaluation
+        if evaluation.engine != "sglang" or evaluation.sglang.url is not None:
+            return "none"
+        folder = self._export_folder(drafter) if drafting else None
+        return shlex.join(decoding_command(self.config, folder))
+
+    def evaluation_export(self, drafter: str) -> list[str]:
+        """The files of the exported drafter that an evaluation's server loads; none where it needs no server."""
+        if self.config.evaluation.engine != "sglang":
+            return []
+        names = [*self.export_weights, "config.json", "export.json"]
+        return [os.path.join(self._export_folder(drafter), name) for name in names]
+
+    def _export_folder(self, drafter: str) -> str:
+        return os.path.join(self.run_folder, "drafters", drafter, "export", "sglang")
 
     @property
     def evaluation_files(self) -> list[str]:
