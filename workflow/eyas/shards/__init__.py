@@ -15,6 +15,7 @@ from eyas.shards.files import (
 from eyas.shards.journal import Journal
 from eyas.shards.locks import write_lock
 from eyas.shards.names import Shard, is_held_out, shard_files, shards_of
+from eyas.shards.ranges import record_path, shards_in, write_record
 from eyas.shards.tensor_file import Layout, TensorFileWriter, TensorSpec, ensure_free, read_header
 
 __all__ = [
@@ -34,10 +35,13 @@ __all__ = [
     "publish",
     "read_header",
     "read_json",
+    "record_path",
     "shard_files",
+    "shards_in",
     "shards_of",
     "write_arrays",
     "write_json",
     "write_lock",
+    "write_record",
     "write_text",
 ]
