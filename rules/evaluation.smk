@@ -3,8 +3,8 @@
 
 rule evaluate:
     input:
+        **PLAN.response_files.all_inputs("rows"),
         manifest=f"{RUN}/hidden_states/data_config.json",
-        conversations=expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
         trained=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
         untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
         prompt_sets=PLAN.evaluation_files,

@@ -80,25 +80,25 @@ def test_the_command_rebuilds_just_that(faults: Faults, finished: Workdir, refer
             assert {name: finished.digests().get(name)} == {name: wanted.get(name)}
 
 
-def json_record(file: Path) -> bool:
+def is_sealed(file: Path) -> bool:
     return "digest" in json.loads(file.read_text())
 
 
 @pytest.mark.timeout(3600)
-def test_records_and_checkpoints_are_refused_before_use(faults: Faults, finished: Workdir) -> None:
+def test_sealed_files_and_checkpoints_are_refused_before_use(faults: Faults, finished: Workdir) -> None:
     from eyas.drafter.checkpoint import load_checkpoint
     from eyas.shards import read_json
 
     run = finished.run_folder
-    records = [file for file in run.rglob("*.json") if file.parts[-2] not in NOT_ARTEFACTS and json_record(file)]
+    sealed = [file for file in run.rglob("*.json") if file.parts[-2] not in NOT_ARTEFACTS and is_sealed(file)]
     checkpoint = run / "drafters" / "small" / "epoch_1"
     for _ in range(faults.count(20, 1000)):
-        file = faults.random.choice(records)
+        file = faults.random.choice(sealed)
         whole = file.read_bytes()
         values = read_json(file)
         for what, content in damage(faults, whole).items():
             file.write_bytes(content)
-            with faults.tried(f"{what} in a record: refused when read", file.name):
+            with faults.tried(f"{what} in a sealed file: refused when read", file.name):
                 try:
                     # the digest's own line may be what was damaged: then nothing that counts is
                     assert {key: found for key, found in read_json(file).items() if key in values} == values

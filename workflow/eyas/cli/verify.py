@@ -56,15 +56,15 @@ class _Verifier:
             return True
         return False
 
-    def record(self, path: Path, what: str) -> dict[str, Any]:
-        """Read a record, which holds a digest of itself."""
+    def sealed(self, path: Path, what: str) -> dict[str, Any]:
+        """Read a sealed file, which holds a digest of itself."""
         self.files += 1
         facts: dict[str, Any] = read_json(path, what, sealed=True)
         return facts
 
     def sidecar(self, path: Path, what: str = "sidecar") -> dict[str, Any]:
-        """Read a record and check the files it describes."""
-        facts = self.record(path, what)
+        """Read a sealed file and check the files it describes."""
+        facts = self.sealed(path, what)
         for name, entry in facts["files"].items():
             self.file(path.parent / name, entry)
         return facts
@@ -81,7 +81,7 @@ class _Verifier:
     def whole_run(self) -> None:
         """Files of the whole run that belong to no shard and no drafter."""
         for name, what in (("tokens/statistics.json", "statistics file"), ("tokens/totals.json", "file of totals")):
-            self.attempt(self.record, self.run / name, what)
+            self.attempt(self.sealed, self.run / name, what)
         self.attempt(self.sidecar, self.run / "summary.json", "summary")
         page = self.run / "report.html"
         if page.is_file():
@@ -131,7 +131,7 @@ class _Verifier:
 
     def manifest(self, shards: list[Shard]) -> dict[str, dict[str, Any]]:
         path = self.run / "hidden_states" / "data_config.json"
-        facts = self.record(path, "manifest")
+        facts = self.sealed(path, "manifest")
         entries = {entry["file"]: entry for entry in facts["shards"]}
         self.expect(path, "shards", list(entries), [f"{shard.name}.safetensors" for shard in shards])
         for key in ("rows", "sequences", "tokens", "bytes"):
@@ -157,7 +157,7 @@ class _Verifier:
         exports = [f"export/{server}/{name}.json" for server in SERVERS for name in ("export", "provenance")]
         for sidecar in (folder / name for name in ("best/selection.json", *exports)):
             self.attempt(self.sidecar, sidecar)
-        self.attempt(self.record, folder / "evaluation.json", "evaluation")
+        self.attempt(self.sealed, folder / "evaluation.json", "evaluation")
 
 
 def find_run(run: str, results: Path) -> Path:

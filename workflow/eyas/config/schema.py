@@ -88,6 +88,10 @@ class Data(Strict):
     """Rows to use. `auto` counts local files as the Snakefile is parsed."""
     shard_rows: int = Field(500, ge=1)
     """Rows in a shard: the unit of work, of files and of resuming."""
+    shards_per_job: int | None = runtime(None, ge=1)
+    """Shards that one job answers, tokenizes or extracts (`engine: transformers`). null takes 1, and with more than
+    256 shards so many that there are 128 jobs: Snakemake plans hundreds of jobs in seconds, tens of thousands in
+    minutes."""
     held_out_every: int = Field(20, ge=2)
     """Every n-th row is kept out of training and used to measure acceptance."""
     max_bad_rows: int = Field(0, ge=0)
@@ -141,8 +145,8 @@ class Extraction(Asked):
     """Rows of a shard that may have no states (refused by the server, NaN) before the shard fails. They are
     recorded with their reason and left out of training."""
     shards_per_job: int | None = runtime(None, ge=1)
-    """Shards that one job makes, loading the target once; null takes 1 for `transformers`, and for `sglang`
-    all shards of a replica."""
+    """Shards that one job makes, loading the target once; null takes `data.shards_per_job` for `transformers`, and
+    for `sglang` all shards of a replica."""
     replicas: int = runtime(1, ge=1)
     """Servers side by side (`engine: sglang`): the shards are cut into so many jobs, each with `gpu` GPUs."""
     sglang: Sglang = Sglang()

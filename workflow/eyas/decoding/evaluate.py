@@ -15,7 +15,7 @@ from eyas.decoding.proposers import Proposer
 from eyas.decoding.run_data import RunData, RunFiles, epoch_of, log_set
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
-from eyas.shards import write_lock, write_record
+from eyas.shards import write_lock, write_sealed
 from eyas.target.model import TargetModel, load_target
 from eyas.target.tokenizer import TargetReference
 
@@ -74,4 +74,4 @@ def evaluate(
     """Measure the checkpoint in the folder `trained` beside the one before training; write `output` as JSON."""
     with write_lock(output), torch.inference_mode():
         measurement = Measurement(run, reference, settings, gpus)
-        write_record(output, measurement.evaluate(load_drafter(trained), epoch_of(trained), load_drafter(untrained)))
+        write_sealed(output, measurement.evaluate(load_drafter(trained), epoch_of(trained), load_drafter(untrained)))

@@ -27,7 +27,7 @@ from eyas.errors import EyasError
 from eyas.jobs import Progress
 from eyas.jobs.server_client import Failed, Refused, Unreachable, read_key
 from eyas.jobs.servers import OwnServer, RunningServer, Terms
-from eyas.shards import write_json, write_lock
+from eyas.shards import write_lock, write_sealed
 from eyas.target.tokenizer import TargetReference, text_config
 
 log = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ def evaluate_on_server(
             "sglang", epoch_of(trained), usable, from_states, measured, definitions,
             concurrency=options["concurrency"],
         )  # fmt: skip
-        write_json(output, contents)
+        write_sealed(output, contents)
 
 
 def _from_states(data: RunData, trained: Path, untrained: Path, gpus: int) -> tuple[dict[str, Any], set[int]]:

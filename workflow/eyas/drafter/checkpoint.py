@@ -13,7 +13,7 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
-from eyas.shards import describe_file, ensure_free, read_header, read_json, write_json, write_record
+from eyas.shards import describe_file, ensure_free, read_header, read_json, write_json, write_sealed
 from eyas.shards.files import publish
 from eyas.versions import VERSIONS
 
@@ -95,7 +95,7 @@ def _publish(staging: Path, folder: Path, fingerprint: str, facts: dict[str, Any
         shutil.copyfile(metrics, staging / METRICS)
     files = {name: describe_file(staging / name) for name in names}
     values = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **facts, "files": files}
-    write_record(staging / FACTS, values)
+    write_sealed(staging / FACTS, values)
     # the facts, which name the others' checksums, appear last; the saves inside the epoch go when all is there
     publish({staging / name: folder / name for name in (*names, FACTS)}, staging.parent)
 

@@ -30,7 +30,7 @@ from eyas.shards import (
     publish,
     read_json,
     write_lock,
-    write_record,
+    write_sealed,
 )
 from eyas.target.tokenizer import TargetReference
 from eyas.versions import VERSIONS
@@ -128,7 +128,7 @@ def select_best(last: Path, output: Path) -> None:
                 )
             shutil.copyfile(source / name, staging / name)
         measured = {record["epoch"]: record.get("held_out") for record in history}
-        write_record(
+        write_sealed(
             staging / SELECTION,
             {
                 "format_version": VERSIONS["selection"], "fingerprint": mark, "epoch": chosen,

@@ -55,8 +55,8 @@ class ServerClient:
 
     def said(self, text: str) -> str:
         """The server's words in one line, without the key."""
-        words = " ".join(text.split())[:300]
-        return words.replace(self._key, "***") if self._key else words
+        words = " ".join(text.split())
+        return (words.replace(self._key, "***") if self._key else words)[:300]  # in this order: half a key is one too
 
     def healthy(self) -> bool:
         """Whether the server answers at all."""

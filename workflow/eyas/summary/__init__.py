@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from eyas.shards import describe_file, read_json, write_lock, write_record, write_text
+from eyas.shards import describe_file, read_json, write_lock, write_sealed, write_text
 from eyas.summary.acceptance import acceptance_facts, acceptance_table, as_text, definition_lines, expected_lengths
 
 log = logging.getLogger(__name__)
@@ -110,5 +110,5 @@ def write_summary(run: Path, drafters: dict[str, list[int]], output: Path) -> No
     with write_lock(output):
         text = output.with_suffix(".txt")
         write_text(text, render(facts, run))
-        write_record(output, facts | {"files": {text.name: describe_file(text)}})
+        write_sealed(output, facts | {"files": {text.name: describe_file(text)}})
     log.info("Wrote %s and %s.", output, output.with_suffix(".txt"))

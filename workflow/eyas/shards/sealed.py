@@ -1,4 +1,4 @@
-"""Records: the JSON files of a run, each with the digest of its own bytes in its last line; and pages, likewise."""
+"""Sealed files: JSON with the digest of its own bytes in its last line, and pages with one in a comment."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import xxhash
 from eyas.errors import EyasError
 from eyas.shards.files import write_text
 
-_RECORD_END = re.compile(rb',\n "digest": "(xxh3_128:[0-9a-f]{32})"\n}\n')
+_JSON_END = re.compile(rb',\n "digest": "(xxh3_128:[0-9a-f]{32})"\n}\n')
 _PAGE_END = re.compile(rb"<!-- (xxh3_128:[0-9a-f]{32}) -->\n")
-_RECORD_END_BYTES, _PAGE_END_BYTES = 59, 51
+_JSON_END_BYTES, _PAGE_END_BYTES = 59, 51
 
 
 def _digest(content: bytes) -> str:
@@ -26,7 +26,7 @@ def _rebuild(path: str | Path) -> str:
     return f"delete it and run `snakemake {path}` to rebuild it"
 
 
-def write_record(final: Path, values: Mapping[str, Any]) -> None:
+def write_sealed(final: Path, values: Mapping[str, Any]) -> None:
     """Write an object as JSON that a person can read and that depends on `values` alone, atomically.
 
     Its last entry is `digest`, of all the bytes before it: see :func:`read_json`. `values` may not be empty.
@@ -36,9 +36,9 @@ def write_record(final: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, what: str = "file", sealed: bool = False) -> Any:
-    """Read JSON, without a record's `digest`; raises EyasError that names the file.
+    """Read JSON, without its `digest` where it is sealed; raises EyasError that names the file.
 
-    A record that is not as it was written is refused. With `sealed`, so is a file that is no record.
+    What is not as it was written is refused. With `sealed`, so is what has no digest.
     """
     try:
         with open(path, "rb") as file:
@@ -52,7 +52,7 @@ def read_json(path: Path, what: str = "file", sealed: bool = False) -> Any:
 
 def parse_json(content: bytes, path: str | Path, what: str = "file", sealed: bool = False) -> Any:
     """What :func:`read_json` makes of a file's bytes."""
-    end = _RECORD_END.fullmatch(content, max(len(content) - _RECORD_END_BYTES, 0))
+    end = _JSON_END.fullmatch(content, max(len(content) - _JSON_END_BYTES, 0))
     if end:
         body = content[: end.start()]
         if (found := _digest(body)) != (wanted := end[1].decode()):
