@@ -83,6 +83,9 @@ class _Verifier:
         for name, what in (("tokens/statistics.json", "statistics file"), ("tokens/totals.json", "file of totals")):
             self.attempt(self.sealed, self.run / name, what)
         self.attempt(self.sidecar, self.run / "summary.json", "summary")
+        for stage in ("conversations", "tokens", "hidden_states"):  # where there are many shards
+            for path in sorted((self.run / stage / "ranges").glob("*.json")):
+                self.attempt(self.sealed, path, "record of a range of shards")
         page = self.run / "report.html"
         if page.is_file():
             self.files += 1
