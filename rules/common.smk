@@ -1,4 +1,4 @@
-# Paths and shard lists, nothing else.
+# Paths, shard lists and what jobs ask for, nothing else.
 
 from eyas.plan.export import SERVERS
 

@@ -52,9 +52,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def local_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Workdir:
+def local_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, checkout: Path) -> Workdir:
     """The same run on this machine alone, without GPUs: training takes as many processes, and so the same sums."""
-    work = new_workdir(tmp_path_factory.mktemp("local") / "work", tiny_target)
+    plain = new_workdir(tmp_path_factory.mktemp("local") / "work", tiny_target)
+    work = Workdir(plain.path, plain.settings, checkout)  # provenance names the checkout's commit: it has none
     work.settings["drafters"]["small"]["training"] |= {"processes": 2, "threads": 2}
     work.run()
     return work

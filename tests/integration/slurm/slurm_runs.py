@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,7 +94,8 @@ def rule_of(job: dict[str, str]) -> str:
 
 def gpus_of(job: dict[str, str]) -> int:
     """The GPUs of an allocation, as `scontrol` has them."""
-    return int(job.get("JOB_GRES", "gpu:0").rpartition(":")[2])
+    found = re.fullmatch(r"gpu:(\d+)", job.get("JOB_GRES", ""))
+    return int(found[1]) if found else 0
 
 
 def interval(job: dict[str, str]) -> tuple[datetime, datetime]:

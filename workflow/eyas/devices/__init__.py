@@ -49,10 +49,10 @@ def lease_folder() -> Path:
 
 
 def _lease_file(folder: Path, device: str) -> Path:
-    job = os.environ.get("SLURM_JOB_ID")
+    job, node = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME", "")
     # SLURM gives devices to one job at a time, and where it hides the others it counts them from 0 in each: the
-    # leases of two of its jobs must not meet.
-    prefix = f"slurm-{job}-" if job and "CUDA_VISIBLE_DEVICES" in os.environ else ""
+    # leases of two of its jobs must not meet (nor those of two of its nodes, where a test runs them on one machine).
+    prefix = f"slurm-{job}-{node}-" if job and "CUDA_VISIBLE_DEVICES" in os.environ else ""
     return folder / f"{prefix}{device}.lease".replace("/", "_")
 
 
