@@ -31,6 +31,7 @@ def main() -> None:
         if shutil.which("sudo") is None:
             sys.exit(f"apt-get needs root, and there is no sudo: {by_hand}.")
         apt = ["sudo", "--non-interactive", *apt]
+    os.environ["DEBIAN_FRONTEND"] = "noninteractive"
     install = [*apt, "install", "--yes", "--no-install-recommends", *PACKAGES]
     # The lists may be old, and then an update is needed; where they are not, it would only take time.
     if subprocess.run(install).returncode and (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import webbrowser
@@ -30,9 +31,9 @@ def _last_lines(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-15:])
 
 
-def missing_jobs(configfile: str, page: Path) -> dict[str, int]:
+def missing_jobs(configfile: str, page: str) -> dict[str, int]:
     """Jobs by rule that Snakemake would run for the page; raises EyasError."""
-    done = _snakemake(configfile, "--dry-run", str(page))
+    done = _snakemake(configfile, "--dry-run", page)
     said = done.stdout + done.stderr
     if done.returncode:
         raise EyasError(f"snakemake cannot plan {page}:\n{_last_lines(said)}")
@@ -49,7 +50,7 @@ def missing_jobs(configfile: str, page: Path) -> dict[str, int]:
 def _unfinished(name: str, jobs: dict[str, int], configfile: str) -> str:
     before = {rule: count for rule, count in jobs.items() if rule != "write_report"}
     listed = ", ".join(f"{rule} {count}" for rule, count in before.items())
-    option = "" if configfile == DEFAULT_CONFIG else f" --configfile {configfile}"
+    option = "" if configfile == DEFAULT_CONFIG else f" --configfile {shlex.quote(configfile)}"
     return (
         f"the run {name} is not finished: its report needs {sum(before.values())} more jobs ({listed});"
         f" `snakemake --cores all{option}` goes on with it"
@@ -66,12 +67,13 @@ def build_page(configfile: str | None) -> tuple[Path, str | None]:
         raise EyasError(f"{source} is not there; name a configuration with --configfile")
     config = read_config(source)
     plan = plan_run(config.model_dump(mode="json", exclude_unset=True), source)
-    page = Path(plan.run_folder) / "report.html"
-    jobs = missing_jobs(source, page)
+    target = f"{plan.run_folder}/report.html"  # as the rule has it: Path would make another string of ./results
+    page = Path(target)
+    jobs = missing_jobs(source, target)
     if set(jobs) <= QUICK_RULES:
         if not jobs:
             return page, None
-        done = _snakemake(source, str(page))
+        done = _snakemake(source, target)
         if done.returncode == 0:
             return page, None
         reason = f"the report could not be written:\n{_last_lines(done.stdout + done.stderr)}"

@@ -11,7 +11,8 @@
       background: "transparent", font: "system-ui, sans-serif", view: { stroke: "transparent" },
       axis: { ...labels, gridColor: line, domainColor: line, tickColor: line }, text: { color: text },
       axisQuantitative: { tickCount: 6 },
-      axisXQuantitative: { tickCount: wide < 560 ? 4 : 6, labelOverlap: true, labelSeparation: 8 }, legend: { ...labels, columns: wide < 560 ? 2 : 6 },
+      axisXQuantitative: { tickCount: wide < 560 ? 4 : 6, labelOverlap: true, labelSeparation: 8 },
+      legend: { ...labels, columns: wide < 560 ? 2 : 6 },
       mark: { color: colours[0] }, bar: { color: colours[0] }, area: { color: colours[0] },
       range: { category: colours, ordinal: colours },
     };

@@ -123,7 +123,7 @@ def write_report(plan: RunPlan, rules: Mapping[str, str], output: Path) -> None:
     metrics = {name: read_metrics(paths) for name, paths in files.metrics.items()}
     shards = [_read_shard(path) for path in files.shards]
     exports = {
-        name: [str(folder) for folder in folders if (folder / "config.json").is_file()]
+        name: [folder.name for folder in folders if (folder / "config.json").is_file()]
         for name, folders in files.exports.items()
     }
     recorded = {

@@ -164,7 +164,7 @@ def drafters_section(
     states: Mapping[str, Any], selections: Mapping[str, Any], maps: Mapping[str, Any], evaluations: Mapping[str, Any],
     exports: Mapping[str, Sequence[str]],
 ) -> Section:  # fmt: skip
-    """The drafters side by side, the best first; `maps`: each drafter's vocabulary sidecar, `exports`: its folders."""
+    """The drafters side by side, the best first; `maps`: each drafter's vocabulary sidecar, `exports`: its servers."""
     ranked = ranking(evaluations)
     sets = list(dict.fromkeys(name for e in evaluations.values() for name in e["prompt_sets"]))
     rows, bars = [], []
@@ -191,7 +191,7 @@ def drafters_section(
         "Drafters, the best first",
         ["drafter", *(f"length: {s}" for s in sets), *(f"speed: {s}" for s in sets), "expected length",
          "held-out loss", "trained parameters", "draft vocabulary", "held-out coverage", "epochs", "best epoch",
-         "exported to"],
+         "exported for"],
         rows,
         [
             ("length", "acceptance length on the prompt set, looping outputs left out (1 + drafted tokens accepted per"
@@ -200,8 +200,9 @@ def drafters_section(
             ("expected length", "expected acceptance length of a whole chain, from the held-out rows' hidden states"),
             ("held-out coverage", "share of the held-out rows' supervised tokens that the draft vocabulary holds"),
             ("best epoch", "by the held-out rows; this one is evaluated and exported"),
+            ("exported for", "for this server, in the folder drafters/DRAFTER/export/SERVER of the run"),
         ],
-        prose=("exported to",),
+        prose=("exported for",),
     )  # fmt: skip
     shown = []
     if len(ranked) > 1 and bars:
