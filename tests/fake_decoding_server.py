@@ -159,7 +159,10 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--config", type=Path, required=True)
-    args = parser.parse_args()
+    parser.add_argument("--sglang", action="store_true", help="pass by the arguments of SGLang that are unknown here")
+    args, unknown = parser.parse_known_args()
+    if unknown and not args.sglang:
+        parser.error(f"unknown: {unknown}")
     key = json.loads(args.config.read_text())["api-key"]
     print(f"server_args=ServerArgs(host={args.host!r}, api_key={key!r}, other=1)", flush=True)
     faults = {int(n): fault for n, fault in args.faults.items()}

@@ -103,7 +103,7 @@ TAKEN = frozenset((
     "--return-aux-hidden-state-layer-ids", "--enable-return-hidden-states", "--skip-server-warmup", "--pp",
     "--pp-size", "--pipeline-parallel-size", "--enable-two-batch-overlap", "--revision", "--trust-remote-code",
     "--speculative-draft-model-path", "--speculative-draft-model", "--speculative-num-steps",
-    "--speculative-eagle-topk", "--speculative-num-draft-tokens",
+    "--speculative-eagle-topk", "--speculative-num-draft-tokens", "--speculative-draft-model-quantization",
 ))  # fmt: skip
 
 # Architectures whose captured states are wrong in SGLang 0.5.23, and why.

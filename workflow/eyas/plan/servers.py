@@ -45,5 +45,7 @@ def decoding_command(config: Config, drafter: str | None) -> list[str]:
             "--speculative-num-steps", str(evaluation.draft_steps), "--speculative-eagle-topk", str(evaluation.topk),
             "--speculative-num-draft-tokens", str(evaluation.verified_tokens),
         ]  # fmt: skip
+        if options.quantization is not None:  # the drafter would be taken for quantized like the target
+            command += ["--speculative-draft-model-quantization", "unquant"]
     # Every prompt is computed whole, with the drafter and without.
     return [*command, "--disable-radix-cache", "--skip-server-warmup", *options.extra_args]
