@@ -49,6 +49,7 @@ bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/train_step.py --json
 	$(VENV)/bin/python benchmarks/data.py --json
 	$(VENV)/bin/python benchmarks/extraction.py --json
+	$(VENV)/bin/python benchmarks/dag.py --json
 
 # What is generated: the page on the configuration keys, the picture of the rule graph (needs Graphviz).
 docs: $(STAMP)

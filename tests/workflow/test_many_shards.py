@@ -85,18 +85,25 @@ def test_deleted_shards_are_made_again_alone(run: Workdir) -> None:
     (states / "rows_20-30.safetensors").unlink()
     assert planned(run) == {"extract_rows_20-40": 1, "write_manifest": 1}
     shutil.rmtree(states / ".finished")  # the second links, from which they would come back
+    run.run("results/tiny/hidden_states/rows_20-30.safetensors")
+    assert contents(run) == made
+    log = (run.run_folder / "logs/hidden_states/rows_20-40.log").read_text()
+    assert "rows_20-30: " in log and "rows_30-40.safetensors is finished already" in log
+
+    # Two stages at once.
     (run.run_folder / "tokens" / "rows_0-10.json").unlink()
+    (states / "rows_20-30.json").unlink()
     jobs = planned(run)
     assert jobs == {
         "tokenize_rows_0-20": 1, "count_tokens": 1, "extract_rows_0-20": 1, "extract_rows_20-40": 1,
         "map_vocabulary": 1, "write_manifest": 1,
     }  # fmt: skip
-    run.run("results/tiny/hidden_states/rows_20-30.safetensors", "results/tiny/tokens/rows_0-10.json", *ALL)
-    assert contents(run) == made
+    run.run("results/tiny/tokens/rows_0-10.json")
+    run.run("results/tiny/hidden_states/rows_20-30.json")
     log = (run.run_folder / "logs/tokens/rows_0-20.log").read_text()
     assert "rows_10-20.safetensors is finished already" in log and "Wrote" in log
-    log = (run.run_folder / "logs/hidden_states/rows_20-40.log").read_text()
-    assert "rows_20-30: " in log and "rows_30-40.safetensors is finished already" in log
+    run.run(*ALL)
+    assert contents(run) == made
     assert planned(run) == {}
 
 
