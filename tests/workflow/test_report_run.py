@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -63,7 +64,7 @@ def test_a_configuration_that_is_not_there_is_one_message(tmp_path: Path) -> Non
 
 def test_the_page_shows_the_run(finished: Workdir) -> None:
     page = (finished.run_folder / "report.html").read_text(encoding="utf-8")
-    titles = re.findall(r"<h3>(.*?)</h3>", page)
+    titles = map(html.unescape, re.findall(r"<h3>(.*?)</h3>", page))
     assert {
         "Loss", "Conditional accuracy by draft step: small", "Acceptance length by prompt set",
         "Acceptance by position: held_out", "Lengths of the sequences", "Speed of the extraction", "Bytes of hidden states",
