@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +174,16 @@ def test_nonsense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture
         main(["plan", *arguments])
     assert stopped.value.code == 2 and arguments[0] in capsys.readouterr().err
     assert main(["plan", "--supervised-share", "2", "--configfile", str(CHECKOUT / "config/kimi-k2.5.yaml")]) == 2
+
+
+def test_commands_of_the_page_on_sizing_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    text = (CHECKOUT / "docs" / "sizing.md").read_text(encoding="utf-8")
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    assert len(commands) == 3
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "eyas" and main(arguments) == 0, command
+        assert "hidden_states" in capsys.readouterr().out

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,11 +67,18 @@ def cut(rule: str, shards: list[Shard], count: int) -> list[ShardJob]:
     return [ShardJob(rule, tuple(shards[i : i + count])) for i in range(0, len(shards), count)]
 
 
-def _mtime(path: str) -> int | None:
+@contextmanager
+def _opened(folder: str) -> Iterator[int | None]:
+    """A descriptor of the folder; None where there is none, and then no file in it is looked for."""
     try:
-        return os.stat(path).st_mtime_ns
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return None
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -140,21 +148,24 @@ class StageFiles:
     def _state(self) -> dict[str, tuple[list[str], dict[Shard, list[str]]]]:
         """By finished range: its missing files, and those that were changed since. Each file is looked at once."""
         found = {}
-        for job in self.jobs:
-            finished = _mtime(self.record_of(job))
-            if finished is None:
-                continue
-            lost: list[str] = []
-            changed: dict[Shard, list[str]] = {}
-            for shard in job.shards:
-                for suffix in self.suffixes.values():
-                    file = f"{self.folder}/{shard.name}{suffix}"
-                    time = _mtime(file)
-                    if time is None:
-                        lost.append(file)
-                    elif time > finished:
-                        changed.setdefault(shard, []).append(file)
-            found[job.name] = lost, changed
+        # By name in the open folder, without a path to follow: there may be a hundred thousand of them.
+        with _opened(self.folder) as folder:
+            for job in self.jobs:
+                try:
+                    finished = os.stat(self.record_of(job)).st_mtime_ns
+                except OSError:
+                    continue
+                lost: list[str] = []
+                changed: dict[Shard, list[str]] = {}
+                for shard in job.shards:
+                    name = shard.name
+                    for suffix in self.suffixes.values():
+                        try:
+                            if os.stat(name + suffix, dir_fd=folder).st_mtime_ns > finished:
+                                changed.setdefault(shard, []).append(f"{self.folder}/{name}{suffix}")
+                        except OSError:
+                            lost.append(f"{self.folder}/{name}{suffix}")
+                found[job.name] = lost, changed
         return found
 
     def _records(self, shards: Sequence[Shard]) -> list[str]:
