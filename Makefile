@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 
-.PHONY: demo report test test-sglang test-browser lint docs bench clean-venv
+.PHONY: demo report test test-sglang test-slurm test-browser test-faults lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
@@ -14,19 +14,28 @@ demo: $(STAMP)
 report: $(STAMP)
 	$(VENV)/bin/eyas report $(if $(CONFIG),--configfile '$(CONFIG)')
 
-# The linters, then every test but those that need SGLang. Those in a browser are skipped where there is none.
+# The linters, then every test but those that need SGLang or SLURM. Those in a browser are skipped where there is none.
 test: $(STAMP) lint
-	$(VENV)/bin/python -m pytest --ignore tests/integration/sglang
+	$(VENV)/bin/python -m pytest --ignore tests/integration/sglang --ignore tests/integration/slurm
 
 # The tests against real SGLang servers on the CPU, in an environment that is made first (four minutes, 2.6 GB).
 test-sglang: $(STAMP)
 	$(VENV)/bin/python tests/integration/sglang/make_environment.py
 	$(VENV)/bin/python -m pytest tests/integration/sglang
 
+# The tests on a real SLURM on the loopback interface, which is installed first (apt-get, as root) if it is not there.
+test-slurm: $(STAMP)
+	$(VENV)/bin/python tests/integration/slurm/cluster.py install
+	$(VENV)/bin/python -m pytest tests/integration/slurm
+
 # The report in a real browser: Chromium, which is installed first where it is missing (Debian, as root or with sudo).
 test-browser: $(STAMP)
 	$(VENV)/bin/python tests/integration/browser/set_up.py
 	$(VENV)/bin/python -m pytest tests/integration/browser
+
+# All injected faults (`make test` tries some of each); the table in docs/reliability.md is the last one. Hours.
+test-faults: $(STAMP)
+	$(VENV)/bin/python -m pytest tests/faults --faults all --faults-page docs/reliability.md
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -40,6 +49,7 @@ bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/train_step.py --json
 	$(VENV)/bin/python benchmarks/data.py --json
 	$(VENV)/bin/python benchmarks/extraction.py --json
+	$(VENV)/bin/python benchmarks/dag.py --json
 
 # What is generated: the page on the configuration keys, the picture of the rule graph (needs Graphviz).
 docs: $(STAMP)

@@ -55,17 +55,19 @@ include: "rules/export.smk"
 include: "rules/summary.smk"
 
 
+# Downloads stay where Snakemake runs: a cluster's nodes seldom reach the internet.
 localrules:
     all,
+    fetch_packaged_file,
 
 
 rule all:
     default_target: True
     input:
         # All shards, so that a deleted one is noticed even when everything made from it is there.
-        expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
-        expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),
-        expand(f"{RUN}/hidden_states/{{shard}}.safetensors", shard=SHARDS),
+        PLAN.response_files.wanted,
+        PLAN.token_files.wanted,
+        PLAN.state_files.wanted,
         f"{RUN}/hidden_states/data_config.json",
         [
             f"{RUN}/drafters/{drafter}/epoch_{epoch}/model.safetensors"

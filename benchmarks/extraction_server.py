@@ -20,7 +20,7 @@ from eyas.extraction.engines.sglang.collector import Collector, Shape
 from eyas.extraction.engines.sglang.dumps import DumpFolder
 from eyas.extraction.engines.sglang.head import TargetHead
 from eyas.extraction.engines.sglang.server import OwnServer
-from eyas.plan.extraction import server_command
+from eyas.plan.servers import capture_command
 from eyas.target.tokenizer import TargetReference
 
 MAKER = Path(__file__).parents[1] / "tests" / "integration" / "sglang" / "make_environment.py"
@@ -71,7 +71,7 @@ class Prefill:
         options = config.extraction.sglang
         self.dumps = DumpFolder(memory, own=True)
         self.server = OwnServer(
-            server_command(config), options.options(), LAYERS, self.dumps, log_file, self._probe
+            capture_command(config), options.options(), LAYERS, self.dumps, log_file, self._probe
         )  # fmt: skip
         self.collector = Collector(
             self.server, self.dumps, Shape(LAYERS, HIDDEN, 16 * HIDDEN + 4), TargetHead(target, 0), AT_ONCE,

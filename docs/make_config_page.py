@@ -12,6 +12,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "workflow"))
 
 from eyas.config import Config  # noqa: E402 (the checkout's package, installed or not)
+from eyas.config.fields import Asked  # noqa: E402
 
 PAGE = CHECKOUT / "docs" / "config.md"
 
@@ -102,7 +103,8 @@ def table_row(place, field, needed):
 def section_lines(schema, definitions, path="", level="##"):
     """A section's table, then the sections inside it, each with heading and table."""
     rows, inner = [], []
-    for key, field in schema["properties"].items():
+    last = Asked.model_fields  # what jobs ask for comes after what they do
+    for key, field in sorted(schema["properties"].items(), key=lambda item: item[0] in last):
         place, needed = f"{path}.{key}".lstrip("."), key in schema.get("required", [])
         if not (section := section_of(field, definitions)):
             rows.append(table_row(place, field, needed))

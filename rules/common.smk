@@ -1,4 +1,4 @@
-# Paths and shard lists, nothing else.
+# Paths, shard lists and what jobs ask for, nothing else.
 
 from eyas.plan.export import SERVERS
 
@@ -51,6 +51,58 @@ def training_option(name, none=None):
         return none if value is None else value if isinstance(value, str) else int(value)
 
     return option
+
+
+# How SLURM is asked for GPUs: `--gpus=8`, or, on sites that take only `--gres`, EYAS_SLURM_GRES=gpu (or gpu:h200).
+GRES = os.environ.get("EYAS_SLURM_GRES")
+GRANTED = "gpu_wanted" if GRES else "gpu"  # the resource that says how many GPUs a job was given
+
+
+def allocation(settings):
+    """What a job asks for: GPUs, nodes, memory and time, the last two more at each try.
+
+    `settings` is a section of the configuration, or a function of the wildcards that finds it.
+    """
+
+    def resource(value):
+        return (lambda wildcards: value(settings(wildcards))) if callable(settings) else value(settings)
+
+    def at_attempt(value):
+        return lambda wildcards, attempt: value(settings(wildcards) if callable(settings) else settings, attempt)
+
+    asked = {
+        "gpu": 0 if GRES else resource(lambda section: section.gpu),
+        "gpu_wanted": resource(lambda section: section.gpu),
+        "mem_mb": at_attempt(lambda section, attempt: section.memory_mb(attempt)),
+        "runtime": at_attempt(lambda section, attempt: section.minutes(attempt)),
+    }
+    if GRES:
+        asked["gres"] = resource(lambda section: f"{GRES}:{section.gpu}" if section.gpu else None)
+    return asked
+
+
+def over_nodes(settings):
+    """What a job over several machines asks for besides: the words by which the SLURM executor knows them."""
+
+    def where_many(value):
+        return lambda wildcards: value(settings(wildcards)) if settings(wildcards).nodes > 1 else None
+
+    def gres(wildcards):  # of each machine; GPUs counted for the whole job could be spread unevenly
+        section = settings(wildcards)
+        each = section.gpu // section.nodes
+        return f"{GRES or 'gpu'}:{each}" if each and (GRES or section.nodes > 1) else None
+
+    return {
+        "nodes": lambda wildcards: settings(wildcards).nodes,
+        "tasks": where_many(lambda section: section.nodes),
+        "tasks_per_gpu": where_many(lambda section: 0),
+        "mpi": where_many(lambda section: "srun"),
+        "gres": gres,
+    }
+
+
+def training(wildcards):
+    return CONFIG.drafters[wildcards.drafter].training
 
 
 def vocabulary_of(wildcards):

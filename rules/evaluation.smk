@@ -3,11 +3,13 @@
 
 rule evaluate:
     input:
+        **PLAN.response_files.all_inputs("rows"),
         manifest=f"{RUN}/hidden_states/data_config.json",
-        conversations=expand(f"{RUN}/conversations/{{shard}}.jsonl", shard=SHARDS),
         trained=f"{RUN}/drafters/{{drafter}}/best/model.safetensors",
         untrained=f"{RUN}/drafters/{{drafter}}/epoch_0/model.safetensors",
         prompt_sets=PLAN.evaluation_files,
+        # What a server loads, where one decodes.
+        export=lambda wildcards: PLAN.evaluation_export(wildcards.drafter),
         target=ancient(PLAN.target_files),
     output:
         report(
@@ -24,8 +26,10 @@ rule evaluate:
         "../workflow/envs/eyas.yaml"
     threads: CONFIG.evaluation.threads
     resources:
-        gpu=CONFIG.evaluation.gpu,
-        gpu_wanted=CONFIG.evaluation.gpu,
+        **allocation(CONFIG.evaluation),
+        sglang=PLAN.evaluation_options,
+        server=lambda wildcards: PLAN.evaluation_server(wildcards.drafter, drafting=True),
+        plain_server=lambda wildcards: PLAN.evaluation_server(wildcards.drafter, drafting=False),
     params:
         version=PLAN.versions["evaluation"],
         rows=PLAN.rows,
@@ -35,7 +39,8 @@ rule evaluate:
         target=TARGET,
     shell:
         'python "$EYAS_SCRIPTS"/evaluate_drafter.py --log {log:q} --label {wildcards.drafter}/evaluation '
-        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} "
+        f"--threads {{threads}} --gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} "
         "--manifest {input.manifest:q} --rows {params.rows} --shard-rows {params.shard_rows} "
         "--trained {input.trained:q} --untrained {input.untrained:q} --target {params.target:q} "
-        "--settings {params.settings:q} --output {output:q}"
+        "--settings {params.settings:q} --sglang {resources.sglang:q} --server {resources.server:q} "
+        "--plain-server {resources.plain_server:q} --output {output:q}"

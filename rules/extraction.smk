@@ -7,14 +7,12 @@ for JOB in PLAN.extraction_jobs:
         name:
             JOB.name
         input:
-            tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=JOB.shard_names),
-            facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=JOB.shard_names),
+            **PLAN.token_files.inputs(JOB, "tokens", "facts"),
             # Not for what it says: all tokens are counted then, and it is known whether the states fit on the disk.
             totals=ancient(f"{RUN}/tokens/totals.json"),
             target=ancient(PLAN.target_files),
         output:
-            states=expand(f"{RUN}/hidden_states/{{shard}}.safetensors", shard=JOB.shard_names),
-            facts=expand(f"{RUN}/hidden_states/{{shard}}.json", shard=JOB.shard_names),
+            **PLAN.state_files.outputs(JOB),
         log:
             f"{RUN}/logs/hidden_states/{JOB.log_name}.log",
         benchmark:
@@ -23,34 +21,33 @@ for JOB in PLAN.extraction_jobs:
             "../workflow/envs/eyas.yaml"
         threads: CONFIG.extraction.threads
         resources:
-            gpu=CONFIG.extraction.gpu,
-            gpu_wanted=CONFIG.extraction.gpu,
+            **allocation(CONFIG.extraction),
             rows=JOB.rows,
             total_rows=PLAN.rows,
             batch_tokens=CONFIG.extraction.batch_tokens,
             max_failed_rows=CONFIG.extraction.max_failed_rows,
             sglang=PLAN.server_options,
             server=PLAN.server_command,
+            recorded=int(PLAN.state_files.recorded),
         params:
             version=PLAN.versions["hidden_states"],
             # A function: braces in it are not wildcards.
             settings=lambda wildcards: PLAN.extraction_settings,
             target=TARGET,
-            run=lambda wildcards, output: os.path.dirname(os.path.dirname(output.states[0])),
+            run=lambda wildcards: RUN,
             shard_rows=CONFIG.data.shard_rows,
         shell:
             'python "$EYAS_SCRIPTS"/extract.py --log {log:q} --label hidden_states/{resources.rows} '
-            "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} --run {params.run:q} "
+            f"--threads {{threads}} --gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} --run {{params.run:q}} "
             "--rows {resources.rows} --total-rows {resources.total_rows} --shard-rows {params.shard_rows} "
             "--target {params.target:q} --settings {params.settings:q} --batch-tokens {resources.batch_tokens} "
             "--max-failed-rows {resources.max_failed_rows} --sglang {resources.sglang:q} "
-            "--server {resources.server:q}"
+            "--server {resources.server:q} --recorded {resources.recorded}"
 
 
 rule write_manifest:
     input:
-        states=expand(f"{RUN}/hidden_states/{{shard}}.safetensors", shard=SHARDS),
-        facts=expand(f"{RUN}/hidden_states/{{shard}}.json", shard=SHARDS),
+        **PLAN.state_files.all_inputs("states", "facts"),
     output:
         f"{RUN}/hidden_states/data_config.json",
     log:

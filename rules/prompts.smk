@@ -5,9 +5,9 @@ rule number_prompts:
     input:
         PLAN.prompt_paths,
     output:
+        **({} if PLAN.prompt_files.recorded else {"shards": PLAN.prompt_files.wanted()}),
         index=f"{RUN}/prompts/index.json",
         skipped=f"{RUN}/prompts/skipped.jsonl",
-        shards=expand(f"{RUN}/prompts/{{shard}}.jsonl", shard=SHARDS),
     log:
         f"{RUN}/logs/prompts.log",
     benchmark:

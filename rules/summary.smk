@@ -36,7 +36,9 @@ rule summarise:
 
 
 # What the jobs cost is in the benchmark files of their rules. Rules of several shards are told by the plan.
-OF_SEVERAL_SHARDS = {job.name for job in PLAN.extraction_jobs if job.shards}
+OF_SEVERAL_SHARDS = {
+    job.name for jobs in (PLAN.response_jobs, PLAN.token_jobs, PLAN.extraction_jobs) for job in jobs if job.shards
+}
 BENCHMARKS = json.dumps(
     {each.name: str(each.benchmark) for each in workflow.rules if each.benchmark and each.name not in OF_SEVERAL_SHARDS}
 )
@@ -45,10 +47,10 @@ RUN_CONFIG = json.dumps(config)
 
 rule write_report:
     input:
+        **PLAN.state_files.all_inputs("facts"),
         statistics=f"{RUN}/tokens/statistics.json",
         vocabularies=VOCABULARIES,
         manifest=f"{RUN}/hidden_states/data_config.json",
-        shards=expand(f"{RUN}/hidden_states/{{shard}}.json", shard=SHARDS),
         epochs=[
             f"{RUN}/drafters/{drafter}/epoch_{settings.training.epochs}/trainer_state.json"
             for drafter, settings in CONFIG.drafters.items()

@@ -41,8 +41,7 @@ rule train_epoch:
         "../workflow/envs/eyas.yaml"
     threads: training_option("threads")
     resources:
-        gpu=training_option("gpu"),
-        gpu_wanted=training_option("gpu"),
+        **(allocation(training) | over_nodes(training)),
         processes=training_option("world_size"),
         parallel=training_option("parallel"),
         micro_tokens=training_option("micro_tokens"),
@@ -57,8 +56,8 @@ rule train_epoch:
         target=SOURCE,
     shell:
         'python "$EYAS_SCRIPTS"/train_epoch.py --log {log:q} --label {wildcards.drafter}/epoch_{wildcards.epoch} '
-        "--threads {threads} --gpu {resources.gpu} --gpu-wanted {resources.gpu_wanted} "
-        "--processes {resources.processes} --parallel {resources.parallel} --micro-tokens {resources.micro_tokens} "
+        f"--threads {{threads}} --gpu {{resources.{GRANTED}}} --gpu-wanted {{resources.gpu_wanted}} "
+        "--processes {resources.processes} --nodes {resources.nodes} --parallel {resources.parallel} --micro-tokens {resources.micro_tokens} "
         "--checkpoint-seconds {resources.checkpoint_seconds} --early-stop {resources.early_stop} "
         "--compile {resources.compile} --tensorboard {resources.tensorboard} --manifest {input.manifest:q} "
         "--target {params.target:q} --settings {params.settings:q} --expected {params.expected:q} "

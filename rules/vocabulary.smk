@@ -3,8 +3,7 @@
 
 rule map_vocabulary:
     input:
-        tokens=expand(f"{RUN}/tokens/{{shard}}.safetensors", shard=SHARDS),
-        facts=expand(f"{RUN}/tokens/{{shard}}.json", shard=SHARDS),
+        **PLAN.token_files.all_inputs("tokens", "facts"),
         target=ancient(PLAN.target_files),
     output:
         mapping=f"{RUN}/vocab_map/{{draft_vocab_size}}.safetensors",
@@ -22,7 +21,7 @@ rule map_vocabulary:
         "../workflow/envs/eyas.yaml"
     params:
         version=PLAN.versions["vocabulary"],
-        tokens_folder=lambda wildcards, input: os.path.dirname(input.tokens[0]),
+        tokens_folder=lambda wildcards: f"{RUN}/tokens",
         rows=PLAN.rows,
         shard_rows=CONFIG.data.shard_rows,
         held_out_every=CONFIG.data.held_out_every,

@@ -1,16 +1,30 @@
-"""Fixtures shared by all tests: the tiny target, trained once a session."""
+"""Fixtures shared by all tests: the tiny target, trained once a session, and real Snakemake runs on it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tiny models gain nothing by more threads, and lose a lot where the machine is busy. Jobs set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for a hub
 sys.path.insert(0, str(Path(__file__).parent))
+
+if TYPE_CHECKING:
+    from workflow_runs import Workdir
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("faults", "tests/faults")
+    group.addoption("--faults", choices=["quick", "all"], default="quick", help="how many faults to inject")
+    group.addoption("--faults-seed", type=int, default=0, help="seed of the random faults")
+    group.addoption("--faults-page", type=Path, help="page whose table is replaced by this run's")
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +33,31 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_target
 
     return make_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, tiny_target: Path) -> Workdir:
+    """An empty folder with prompts and a configuration."""
+    from workflow_runs import new_workdir
+
+    return new_workdir(tmp_path / "work", tiny_target)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Workdir:
+    """A run that nothing disturbed; do not change it."""
+    from workflow_runs import new_workdir
+
+    work = new_workdir(tmp_path_factory.mktemp("reference") / "work", tiny_target)
+    work.run()
+    return work
+
+
+@pytest.fixture
+def finished(reference: Workdir, tmp_path: Path) -> Workdir:
+    """A copy of the finished run, with Snakemake's records."""
+    from workflow_runs import Workdir, tiny_settings
+
+    path = tmp_path / "finished"
+    shutil.copytree(reference.path, path, symlinks=True)
+    return Workdir(path, tiny_settings(Path(reference.settings["target"]["path"])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ LAYERS = [0, 1, 3]
 END = 2
 STARTS = [0, 7, 20, 28, 33]
 
-_BUILT: dict[Path, World] = {}
+_BUILT: dict[tuple[Path, tuple[int, ...]], World] = {}
 
 
 @dataclass
@@ -44,14 +45,20 @@ class World:
     drafters: dict[str, Drafter]
 
 
-def build_world(tiny_target: Path, folder: Path) -> World:
-    """The world of a target, built once a session: in `folder`, or where it was built before."""
-    if tiny_target not in _BUILT:
-        _BUILT[tiny_target] = _build(tiny_target, folder / "results" / "tiny")
-    return _BUILT[tiny_target]
+def build_world(
+    tiny_target: Path, folder: Path, layers: Sequence[int] = LAYERS, epochs: int = 6, learning_rate: float = 5e-3
+) -> World:
+    """The world of a target, built once a session: in `folder`, or where it was built before.
+
+    `layers`: those that the drafters read. Servers cannot hand out the last one, which the usual ones have.
+    """
+    key = tiny_target, tuple(layers)
+    if key not in _BUILT:
+        _BUILT[key] = _build(tiny_target, folder / "results" / "tiny", list(layers), epochs, learning_rate)
+    return _BUILT[key]
 
 
-def _build(tiny_target: Path, run: Path) -> World:
+def _build(tiny_target: Path, run: Path, layers: list[int], epochs: int, learning_rate: float) -> World:
     reference = TargetReference(str(tiny_target))
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     rows, prompts = [], []
@@ -61,7 +68,7 @@ def _build(tiny_target: Path, run: Path) -> World:
         prompts.append(tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False))
         rows.append((start, ids, (np.arange(len(ids)) >= len(prompts[-1])).astype(np.uint8)))
     (run / "prompts").mkdir(parents=True)
-    manifest = extracted(run, reference, [rows])
+    manifest = extracted(run, reference, [rows], layers=tuple(layers))
     manifest.values.update(tokenizer_hashes(tokenizer))
     manifest.path.write_text(json.dumps(manifest.values))
     mapping = build_map(np.bincount(np.concatenate([ids for _, ids, _ in rows]), minlength=len(tokenizer)), 120, [END])
@@ -70,15 +77,17 @@ def _build(tiny_target: Path, run: Path) -> World:
     )
     drafter = run / "drafters" / "eagle3"
     initialise(reference, manifest, mapping, sizes | {"init": "target_layer"}, 0, drafter / "epoch_0", "mark")
-    settings = TRAINING | {"batch_tokens": 120, "learning_rate": 5e-3, "ttt_steps": 3, "schedule_epochs": 6}
-    for epoch in range(1, 7):
+    settings = TRAINING | {
+        "batch_tokens": 120, "learning_rate": learning_rate, "ttt_steps": 3, "schedule_epochs": epochs,
+    }  # fmt: skip
+    for epoch in range(1, epochs + 1):
         train_epoch(
             manifest, run / "tokens", reference, drafter / f"epoch_{epoch - 1}", epoch, settings, 10**6, 0,
             drafter / f"epoch_{epoch}", "mark", Processes.alone(torch.device("cpu")),
         )  # fmt: skip
-    shutil.copytree(drafter / "epoch_6", drafter / "best")
+    shutil.copytree(drafter / f"epoch_{epochs}", drafter / "best")
     target = load_target(reference)
-    shape = DrafterShape.for_target(target.config, sizes, 120, LAYERS)
+    shape = DrafterShape.for_target(target.config, sizes, 120, layers)
     drafters = {"trained": load_drafter(drafter / "best")}
     maps = {"d2t": torch.from_numpy(mapping.d2t), "t2d": torch.from_numpy(mapping.t2d)}
     drafters["random"] = build_drafter(shape, random_weights(shape, 1) | maps)

@@ -237,14 +237,17 @@ def write_tokens(path: Path, rows: list[tuple], skipped: tuple = ()) -> Path:
     return path
 
 
-def extracted(folder: Path, target: TargetReference, shards: list[list[tuple]], dtype: str = "float32") -> Manifest:
+def extracted(
+    folder: Path, target: TargetReference, shards: list[list[tuple]], dtype: str = "float32",
+    layers: tuple[int, ...] = (0, 1, 3),
+) -> Manifest:  # fmt: skip
     """Tokens in `folder`/tokens, states and manifest in `folder`/hidden_states, for shards of rows without gaps."""
     paths = []
     for rows in shards:
         name = f"rows_{rows[0][0]}-{rows[-1][0] + 1}.safetensors"
         tokens = write_tokens(folder / "tokens" / name, rows)
         paths.append(folder / "hidden_states" / name)
-        extract_shard(tokens, paths[-1], target, [0, 1, 3], dtype, batch_tokens=64)
+        extract_shard(tokens, paths[-1], target, list(layers), dtype, batch_tokens=64)
     write_manifest(paths, sum(map(len, shards)), folder / "hidden_states" / "data_config.json")
     return read_manifest(folder / "hidden_states" / "data_config.json")
 

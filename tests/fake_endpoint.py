@@ -491,9 +491,12 @@ def respond_command(
     folder: Path, urls: list[str], settings: dict[str, Any] | None = None, name: str = "rows_0-9", **endpoint: Any
 ) -> dict[str, Any]:
     """Arguments of subprocess for respond.py over a shard of prompts that is there."""
+    start, end = map(int, name.removeprefix("rows_").split("-"))
     told = {
-        "prompts": str(folder / "prompts" / f"{name}.jsonl"),
-        "output": str(folder / "conversations" / f"{name}.jsonl"),
+        "run": str(folder),
+        "rows": name,
+        "total-rows": str(end),
+        "shard-rows": str(end - start),
         "target": json.dumps({"path": "no/such/target"}),
         "settings": json.dumps(SETTINGS | (settings or {})),
         "endpoint": json.dumps(ENDPOINT | {"urls": urls} | endpoint),

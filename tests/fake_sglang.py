@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True, help="folder with model.safetensors")
     parser.add_argument("--notes", type=Path, required=True, help="folder to write the processes' ids to")
     parser.add_argument("--faults", type=json.loads, default={}, help="JSON: {length: [fault, …]}, every start anew")
+    parser.add_argument("--first-faults", type=json.loads, default={}, help="the same, at the first start alone")
     parser.add_argument("--dies", help="at the start, with this last line")
     parser.add_argument("--stubborn", action="store_true", help="SIGTERM does not end it")
     parser.add_argument("--delay", type=float, default=0.0)
@@ -305,8 +306,12 @@ def main() -> None:
     folder = Path(os.environ["EYAS_CAPTURE_DIR"])
     facts |= {"mode": oct(folder.stat().st_mode & 0o777), "layers": os.environ["EYAS_CAPTURE_LAYERS"]}
     facts |= {"host": args.host, "port": args.port, "key": key, "environment": dict(os.environ)}
-    head = load_file(args.target / "model.safetensors")["lm_head.weight"]
-    faults = {int(length): list(kinds) for length, kinds in args.faults.items()}
+    weights = load_file(args.target / "model.safetensors")
+    head = weights.get("lm_head.weight", weights.get("model.embed_tokens.weight"))
+    faults = {
+        int(length): list(kinds)
+        for length, kinds in (args.faults if starts else args.faults | args.first_faults).items()
+    }
     layers = json.loads(os.environ["EYAS_CAPTURE_LAYERS"])
     fake = FakeSglang(folder, made_up_states(head), layers, key, faults, args.delay)
     fake.port = args.port

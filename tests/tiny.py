@@ -64,12 +64,12 @@ def tiny_config(vocab_size: int, **changes: object) -> LlamaConfig:
     return LlamaConfig(**(values | changes))
 
 
-def make_target(folder: Path, steps: int = 250, seed: int = 0) -> Path:
-    """Train the tiny target and save it, with its tokenizer, as a transformers folder."""
+def make_target(folder: Path, steps: int = 250, seed: int = 0, **changes: object) -> Path:
+    """Train the tiny target and save it, with its tokenizer, as a transformers folder; `changes`: of its sizes."""
     tokenizer = make_tokenizer()
     random.seed(seed)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(tiny_config(len(tokenizer)))
+    model = LlamaForCausalLM(tiny_config(len(tokenizer), **changes))
     rows = []
     for start in range(len(WORDS) - 1):
         messages = [{"role": "user", "content": question(start)}, {"role": "assistant", "content": answer(start)}]

@@ -305,6 +305,33 @@ def test_identity_leaves_nested_runtime_fields_out():
     assert "epochs" in training and not {"threads", "gpu"} & set(training)
 
 
+def test_nodes_share_gpus_and_processes_evenly():
+    training = "drafters.small.training"
+    for changes, message in (
+        ({"gpu": 8, "nodes": 3}, "gpu 8 cannot be shared evenly by 3 nodes"),
+        ({"processes": 3, "nodes": 2}, "processes 3 cannot be shared evenly by 2 nodes"),
+        ({"nodes": 2}, "processes 1 cannot be shared evenly by 2 nodes"),
+    ):
+        (line,) = problems({f"{training}.{key}": value for key, value in changes.items()})
+        assert line.startswith(f"{training}: ") and message in line
+    settings = (
+        check_config(values({f"{training}.gpu": 16, f"{training}.nodes": 2}), "run.yaml").drafters["small"].training
+    )
+    assert settings.world_size == 16 and "nodes" not in identity(settings)
+
+
+def test_what_a_cluster_is_asked_for_grows_with_each_try():
+    config = check_config(values({"extraction.gpu": 2, "extraction.threads": 3, "responses.memory_gb": 5}), "run.yaml")
+    assert [config.extraction.memory_mb(attempt) for attempt in (1, 2, 3)] == [52_000, 104_000, 156_000]
+    assert [config.responses.memory_mb(attempt) for attempt in (1, 2)] == [5_000, 10_000]
+    assert [config.responses.minutes(attempt) for attempt in (1, 2)] == [1440, 2880]
+    waiting = {"extraction.engine": "sglang", "extraction.sglang": {"dump_gb": 7.5}, "evaluation.hours": 0.01}
+    config = check_config(values(waiting), "run.yaml")
+    assert config.extraction.memory_mb(1) == 19_500  # states that wait in memory are the job's
+    assert config.evaluation.minutes(1) == 1
+    assert not {"memory_gb", "hours"} & set(identity(config.extraction))
+
+
 def test_importing_the_configuration_is_light():
     """The Snakefile imports it in every job."""
     code = "import sys, eyas.config; print(sorted({'torch', 'transformers', 'numba', 'pydantic'} & set(sys.modules)))"

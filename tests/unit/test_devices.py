@@ -155,3 +155,15 @@ def test_visible_devices_without_the_variable(tmp_path: Path, monkeypatch, answe
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "nvidia-smi").chmod(0o700)
     assert visible_devices() == ids
+
+
+def test_slurm_jobs_that_count_their_devices_from_0_do_not_meet(
+    start: Callable[[int], Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = start(2)
+    assert held(first) == ["0", "1"]
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert held(start(2)) == ["0", "1"]
+    # several processes of one job share what it was given
+    assert held(start(1), seconds=1) is None

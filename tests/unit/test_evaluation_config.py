@@ -44,7 +44,11 @@ def test_what_is_left_open_is_filled_in(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(settings_of(tmp_path, monkeypatch)["prompt_sets"]) == ["held_out"]
 
 
-@pytest.mark.parametrize("change", [{"threads": 9}, {"gpu": 3}, {"draft_tokens": 6}, {"prompt_sets": {"held_out": {}}}])
+@pytest.mark.parametrize("change", [
+        {"threads": 9}, {"gpu": 3}, {"draft_tokens": 6}, {"prompt_sets": {"held_out": {}}},
+        {"sglang": {"concurrency": 4}},  # of the other engine
+    ],
+)  # fmt: skip
 def test_what_changes_no_figure_changes_no_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
@@ -85,6 +89,12 @@ def test_a_tree_has_so_many_tokens(steps: int, topk: int, largest: int) -> None:
         ({"engine": "vllm"}, "engine: .*'transformers' or 'sglang'"),
         ({"temperature": -1.0}, "temperature"),
         ({"prompt_sets": {}}, "prompt_sets"),
+        ({"sglang": {"plain_url": "http://a:1"}}, "sglang.*plain_url goes with url"),
+        ({"sglang": {"url": "http://a:1/", "plain_url": "http://a:1"}}, "sglang.*are the same server"),
+        ({"sglang": {"url": "http://a:1", "extra_args": ["--x"]}}, "sglang.*url is a running server"),
+        ({"sglang": {"extra_args": ["--speculative-num-steps=3"]}}, "--speculative-num-steps=3 is set by Eyas"),
+        ({"sglang": {"dump_gb": 3}}, "dump_gb"),
+        ({"engine": "sglang", "gpu": 3, "sglang": {"tp": 2}}, "gpu 3 is no multiple of sglang.tp 2"),
         ({"prompt_sets": {"held_out": {"path": "p.jsonl"}}}, "held_out is the run's held-out rows and has no path"),
         ({"prompt_sets": {"mine": {}}}, "prompt_sets.mine needs a path; only held_out has none"),
         ({"prompt_sets": {"mine": {"path": "p.txt"}}}, r"prompt_sets.mine.path: p.txt: .jsonl, .ndjson and .json files"),
@@ -98,8 +108,40 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[st
         settings_of(tmp_path, monkeypatch, **wrong)
 
 
-def test_the_other_engine_is_known() -> None:
-    assert check_config(values(engine="sglang"), "x").evaluation.engine == "sglang"
+def test_the_servers_of_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n')
+    server = {"python": "py", "tp": 2, "quantization": "fp8", "mem_fraction": 0.5, "extra_args": ["--x", "a b"]}
+    plan = plan_run(values(engine="sglang", topk=2, draft_steps=3, draft_tokens=6, gpu=4, sglang=server), "here")
+    base = "py -m sglang.launch_server --model-path owner/target --dtype float32 --tp 2 --quantization fp8"
+    end = "--disable-radix-cache --skip-server-warmup --x 'a b'"
+    assert plan.evaluation_server("one", drafting=False) == f"{base} --mem-fraction-static 0.5 {end}"
+    assert plan.evaluation_server("one", drafting=True) == (
+        f"{base} --mem-fraction-static 0.5 --speculative-algorithm EAGLE3 --speculative-draft-model-path"
+        " results/run/drafters/one/export/sglang --speculative-num-steps 3 --speculative-eagle-topk 2"
+        f" --speculative-num-draft-tokens 6 --speculative-draft-model-quantization unquant {end}"
+    )
+    assert "results/run/drafters/one/export/sglang/export.json" in plan.evaluation_export("one")
+    assert json.loads(plan.evaluation_settings)["sglang"] == {
+        "concurrency": 1, "quantization": "fp8", "extra_args": ["--x", "a b"],
+    }  # fmt: skip
+    here = plan_run(values(), "here")
+    assert (here.evaluation_options, here.evaluation_server("one", True), here.evaluation_export("one")) == (
+        "none", "none", [],
+    )  # fmt: skip
+    running = plan_run(values(engine="sglang", sglang={"url": "http://a:1"}), "here")
+    assert running.evaluation_server("one", True) == "none" and running.evaluation_export("one")
+
+
+def test_layers_that_a_server_cannot_hand_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n')
+    config = values(engine="sglang") | {"extraction": {"layers": [0, 1, 3]}}
+    config["target"] = {
+        "path": "owner/target", "expect": {"vocab_size": 99, "num_hidden_layers": 4, "hidden_size": 8},
+    }  # fmt: skip
+    with pytest.raises(EyasError, match="extraction.layers.*evaluation.engine: transformers"):
+        plan_run(config, "here")
 
 
 def test_packaged_sets_need_not_be_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from eyas.errors import EyasError
 from eyas.extraction.engines.base import Captured, FailedRow
 from eyas.extraction.engines.transformers import TransformersEngine
 from eyas.extraction.job import extract_rows
-from eyas.plan.extraction import extraction_jobs, server_command
+from eyas.plan.extraction import extraction_jobs
+from eyas.plan.servers import capture_command
 from eyas.shards import Shard, checksum, shards_of
 from eyas.target.tokenizer import TargetReference
 
@@ -266,18 +267,18 @@ def test_the_servers_command() -> None:
         },
         {"revision": "abc", "trust_remote_code": True, "dtype": "bfloat16"}, engine="sglang", gpu=8,
     )  # fmt: skip
-    assert server_command(config) == [
+    assert capture_command(config) == [
         "/env/bin/python", "-m", "sglang.launch_server", "--model-path", "/models/big", "--revision", "abc",
         "--trust-remote-code", "--dtype", "bfloat16", "--tp", "4", "--quantization", "w4afp8",
         "--mem-fraction-static", "0.85", "--chunked-prefill-size", "8192", "--speculative-algorithm", "EAGLE3",
         "--enable-return-aux-hidden-states", "--disable-radix-cache", "--skip-server-warmup", "--ep-size", "4",
     ]  # fmt: skip
-    assert server_command(configured(engine="sglang"))[1:] == [
+    assert capture_command(configured(engine="sglang"))[1:] == [
         "-m", "sglang.launch_server", "--model-path", "/models/big", "--dtype", configured().target.dtype, "--tp", "1",
         "--speculative-algorithm", "EAGLE3", "--enable-return-aux-hidden-states", "--disable-radix-cache",
         "--skip-server-warmup",
     ]  # fmt: skip
-    command = server_command(configured(engine="sglang", gpu=8))
+    command = capture_command(configured(engine="sglang", gpu=8))
     assert command[command.index("--tp") + 1] == "8"
 
 

@@ -173,7 +173,7 @@ def test_a_thousand_shards_in_a_moment(tmp_path: Path) -> None:
         started = time.process_time()
         plan_space(run, 500_000, 500, 7168, "bfloat16")
         best = min(best, time.process_time() - started)
-    assert best < 0.2
+    assert best < 1  # 0.1 on an idle machine; listing folders or worse would take many times that
 
 
 def test_needs_no_torch() -> None:

@@ -21,10 +21,10 @@ from eyas.config.sglang import Sglang, sglang_problem
 from eyas.errors import EyasError
 from eyas.extraction.engines.base import FailedRow
 from eyas.extraction.engines.sglang import collector as collector_module
-from eyas.extraction.engines.sglang import server as server_module
 from eyas.extraction.engines.sglang.dumps import DumpFolder, clean
 from eyas.extraction.engines.sglang.engine import SglangEngine
 from eyas.extraction.shard import extract_shard
+from eyas.jobs import servers
 from eyas.target.tokenizer import TargetReference
 from fake_sglang import FakeSglang, States, made_up_states
 from safetensors.torch import load_file
@@ -49,7 +49,7 @@ def states(target: TargetReference) -> States:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between tries are short here."""
     monkeypatch.setattr(collector_module.random, "uniform", lambda low, high: 0.02)
-    monkeypatch.setattr(server_module, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(servers, "_POLL_SECONDS", 0.02)
 
 
 @pytest.fixture

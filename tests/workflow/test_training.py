@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -37,6 +38,42 @@ def test_two_processes_train_like_one_and_write_event_files(finished: Workdir, r
     assert len(expected) == 16 and losses(finished, 1) == pytest.approx(expected, rel=1e-5)
     events = list((finished.run_folder / "logs" / "small" / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1 and events[0].stat().st_size > 1000
+    assert finished.leftovers() == []
+
+
+# Stands for srun: starts the script twice, as on two machines. Real SLURM: tests/integration/slurm.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do echo "srun was given $1" >&2; shift; done
+export SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo
+SLURM_NODEID=1 "$@" & other=$!
+SLURM_NODEID=0 "$@"; first=$?
+wait $other && exit $first
+"""
+
+
+def test_two_machines_train_like_one(finished: Workdir, reference: Workdir, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove_epochs(finished, 1)
+    settings = finished.settings["drafters"]["small"]["training"]
+    settings |= {"processes": 2, "nodes": 2, "threads": 1}
+    alone = finished.snakemake("--", f"{DRAFTER}/epoch_1/model.safetensors")
+    assert alone.code == 1
+    assert "this job is to take 2 machines, which needs SLURM (--workflow-profile profiles/slurm)" in alone.text
+    assert "Traceback" not in alone.text
+
+    tools = finished.path / "tools"
+    tools.mkdir()
+    (tools / "srun").write_text(SRUN)
+    (tools / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    result = finished.run("--", f"{DRAFTER}/epoch_1/model.safetensors")
+    for option in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--kill-on-bad-exit=1"):
+        assert f"srun was given {option}\n" in result.text
+    assert "with 2 process(es) of 1 thread(s)" in result.text
+    expected = losses(reference, 1)
+    assert losses(finished, 1) == pytest.approx(expected, rel=1e-5)
+    log = (finished.run_folder / "logs" / "small" / "epoch_1.log").read_text()
+    assert log.count("Starting on 2 machines.") == 1 and log.count("Epoch 1: ") == 1
     assert finished.leftovers() == []
 
 

@@ -41,6 +41,7 @@ def work(args):
         settings["dtype"],
         make_engine(args, target, layers),
         args.max_failed_rows,
+        bool(args.recorded),
     )
 
 
@@ -58,4 +59,5 @@ if __name__ == "__main__":
     parser.add_argument("--max-failed-rows", type=int, default=0, help="rows of a shard that may have no states")
     parser.add_argument("--sglang", default="none", help="JSON: extraction.sglang; `none` runs transformers")
     parser.add_argument("--server", default="none", help="command of the server to start; `none`: it runs already")
+    parser.add_argument("--recorded", type=int, default=0, help="1: end with a record of the range of shards")
     run_job(parser, work)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -46,11 +47,22 @@ def digest(paths: list[Path]) -> str:
     return found.hexdigest()
 
 
+def wanted() -> list[str]:
+    """Digests of what comes from PyPI, of the stand-ins and of the plugin: each is installed by itself."""
+    packages = hashlib.sha256(json.dumps(STEPS).encode()).hexdigest()
+    return [packages, digest([STAND_INS]), digest([PLUGIN])]
+
+
+def installed(folder: Path) -> list[str]:
+    """The digests of what lies in the folder, as far as it is complete."""
+    stamp = folder / ".eyas"
+    return stamp.read_text().split() if stamp.is_file() else []
+
+
 def up_to_date(folder: Path) -> str | None:
     """Python of the environment when there is nothing to do, else None."""
-    python, stamp = folder / "bin" / "python", folder / ".eyas"
-    done = stamp.is_file() and stamp.read_text() == f"{digest([Path(__file__), STAND_INS])} {digest([PLUGIN])}"
-    return str(python) if done and python.exists() else None
+    python = folder / "bin" / "python"
+    return str(python) if installed(folder) == wanted() and python.exists() else None
 
 
 def install(pip: list[str], source: Path) -> None:
@@ -67,23 +79,22 @@ def make(folder: Path) -> str:
         print(f"{folder} is up to date.", flush=True)
         return python
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    stamp = folder / ".eyas"
-    base = digest([Path(__file__), STAND_INS])
-    have = stamp.read_text().split()[0] if stamp.is_file() and stamp.read_text().strip() else ""
-    stamp.unlink(missing_ok=True)
-    if have != base:
+    stamp, need = folder / ".eyas", wanted()
+    if installed(folder)[:1] != need[:1]:
+        stamp.unlink(missing_ok=True)
         print(f"Making {folder} (about four minutes) …", flush=True)
         venv.create(folder, with_pip=True, clear=folder.exists())
         for step in STEPS:
             subprocess.run([*pip, *step], check=True)
-        install(pip, STAND_INS)
-        site = subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, stdout=subprocess.PIPE,
-            text=True,
-        ).stdout.strip()  # fmt: skip
-        (Path(site) / "eyas_sglang_cpu.pth").write_text("import eyas_sglang_cpu; eyas_sglang_cpu.install()\n")
+    stamp.write_text(need[0])
+    install(pip, STAND_INS)
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.strip()  # fmt: skip
+    (Path(site) / "eyas_sglang_cpu.pth").write_text("import eyas_sglang_cpu; eyas_sglang_cpu.install()\n")
     install(pip, PLUGIN)
-    stamp.write_text(f"{base} {digest([PLUGIN])}")
+    stamp.write_text(" ".join(need))
     return python
 
 

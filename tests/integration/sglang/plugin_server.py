@@ -1,4 +1,4 @@
-"""A real SGLang server on a CPU with the capture plugin alone: no engine, no collector, plain HTTP."""
+"""Real SGLang servers on a CPU, with the capture plugin or without: no engine, no collector, plain HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,11 @@ def server_command(python: str, model: Path, port: int, key_file: Path, *more: s
 
 
 @dataclass
-class PluginServer:
+class SglangServer:
     """A server that is up."""
 
     url: str
     key: str
-    dumps: Path
     log: Path
     process: subprocess.Popen[bytes]
 
@@ -60,6 +59,20 @@ class PluginServer:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.loads(answer.read() or b"null")
+
+    def up(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=5):
+                return True
+        except OSError:
+            return False
+
+
+@dataclass
+class PluginServer(SglangServer):
+    """A server with the capture plugin that is up."""
+
+    dumps: Path
 
     def generate(self, rid: str, ids: list[int], states: bool = True, **more: Any) -> dict[str, Any]:
         """`meta_info` (and what else comes) of one prefill."""
@@ -70,19 +83,31 @@ class PluginServer:
         found: dict[str, Any] = self.post("/generate", body | more)["meta_info"]
         return found
 
-    def up(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.url + "/health", timeout=5):
-                return True
-        except OSError:
-            return False
-
 
 @contextlib.contextmanager
 def plugin_server(
     python: str, model: Path, layers: Any, dumps: Path, folder: Path, *more: str, wait: float = 30.0
 ) -> Iterator[PluginServer]:
-    """Start a server, wait until it answers; ends it and all its processes."""
+    """Start a server that captures, wait until it answers; ends it and all its processes."""
+    environment = {
+        "EYAS_CAPTURE_DIR": str(dumps), "EYAS_CAPTURE_LAYERS": json.dumps(layers), "EYAS_CAPTURE_WAIT": str(wait),
+    }  # fmt: skip
+
+    def command(port: int, key_file: Path) -> list[str]:
+        return server_command(python, model, port, key_file, *more)
+
+    with sglang_server(command, folder, environment) as server:
+        yield PluginServer(**vars(server), dumps=dumps)
+
+
+@contextlib.contextmanager
+def sglang_server(
+    command: Callable[[int, Path], list[str]], folder: Path, environment: Mapping[str, str]
+) -> Iterator[SglangServer]:
+    """Start a server, wait until it answers; ends it and all its processes.
+
+    `command`: of its port and the file with its key; `environment`: more than a server on a CPU needs.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,18 +115,14 @@ def plugin_server(
     key, key_file, log = secrets.token_urlsafe(16), folder / "key.yaml", folder / "server.log"
     key_file.touch(mode=0o600)
     key_file.write_text(json.dumps({"api-key": key}))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
-    environment |= {
-        "EYAS_CAPTURE_DIR": str(dumps), "EYAS_CAPTURE_LAYERS": json.dumps(layers), "EYAS_CAPTURE_WAIT": str(wait),
-    }  # fmt: skip
+    everything = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT | environment
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            server_command(python, model, port, key_file, *more), env=environment, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    server = PluginServer(f"http://127.0.0.1:{port}", key, dumps, log, process)
+            command(port, key_file), env=everything, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    server = SglangServer(f"http://127.0.0.1:{port}", key, log, process)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not server.up():
             tail = log.read_text(errors="replace")[-3000:]
             assert process.poll() is None and time.monotonic() < deadline, tail

@@ -12,7 +12,7 @@ import transformers
 from drafter_reference import write_tokens
 from eyas.config import check_config
 from eyas.extraction.engines.sglang.engine import SglangEngine
-from eyas.plan.extraction import server_command
+from eyas.plan.servers import capture_command
 from eyas.target.tokenizer import TargetReference
 
 HERE = Path(__file__).parent
@@ -89,7 +89,7 @@ def make_engine(
         "test",
     )  # fmt: skip
     options = config.extraction.sglang
-    command = None if options.url else server_command(config)
+    command = None if options.url else capture_command(config)
     return SglangEngine(target, layers, options.options(), command, 0, folder / "server.log")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import __version__
+from eyas.cli.plan import add_options
 from eyas.errors import EyasError
 
 
@@ -51,12 +52,16 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from eyas.cli.plan import space_for
+    from eyas.cli.plan import describe_forecast, plan_for
     from eyas.extraction.space import describe
 
-    plan = space_for(args.run, args.configfile, args.results)
-    print(json.dumps(plan.as_json(), indent=1) if args.json else "\n".join(describe(plan)))
-    return 0 if plan.fits else 1
+    found = plan_for(args)
+    if args.json:
+        forecast = found.forecast.as_json() if found.forecast else None
+        print(json.dumps(found.space.as_json() | {"forecast": forecast}, indent=1))
+    else:
+        print(*describe(found.space), *(describe_forecast(found.forecast) if found.forecast else []), sep="\n")
+    return 0 if found.space.fits else 1
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -162,15 +167,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="what a run's hidden states take on the disk",
+        help="what a run's hidden states take on the disk, and what the run takes on a cluster",
         description="Rows, tokens, bytes of the hidden states, what is left to write and what is free. Exact as soon as"
-        " the rows are tokenized, and before the first state is computed."
+        " the rows are tokenized, and before the first state is computed. Where extraction has GPUs, or an option of"
+        " the forecast is given: time and bytes of each stage, what bounds it, and what to change first."
         " Exit code 0 when it fits, 1 when it does not, 2 when the configuration cannot be used.",
     )
     plan.add_argument("run", nargs="?", help="name or folder of a run that was started (default: the configuration's)")
-    plan.add_argument("--configfile", help="the configuration (default: the run's own record, or config/config.yaml)")
+    plan.add_argument(
+        "--configfile", "--config", help="the configuration (default: the run's own record, or config/config.yaml)"
+    )
     plan.add_argument("--results", help="folder of the runs (default: as the configuration says)")
     plan.add_argument("--json", action="store_true", help="print JSON")
+    add_options(plan)
     plan.set_defaults(work=_plan)
 
     status = commands.add_parser(

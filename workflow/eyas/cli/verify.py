@@ -14,7 +14,7 @@ from eyas.conversations import read_rows
 from eyas.errors import EyasError
 from eyas.extraction.layout import shard_layout
 from eyas.plan.export import SERVERS
-from eyas.shards import Shard, checksum, map_arrays, read_header, read_json, shards_of
+from eyas.shards import Shard, check_page, checksum, map_arrays, read_header, read_json, shards_of
 from eyas.tokenization import read_tokens
 from eyas.vocabulary import read_map
 
@@ -29,10 +29,10 @@ class _Verifier:
     def problem(self, path: Path, what: str) -> None:
         self.problems.append(f"{path}: {what}; delete it and run `snakemake {path}` to rebuild it")
 
-    def attempt(self, check: Callable[[], None]) -> None:
+    def attempt(self, check: Callable[..., object], *what: Any) -> None:
         """Run a check; what it cannot read is one more problem."""
         try:
-            check()
+            check(*what)
         except EyasError as exc:
             self.problems.append(str(exc))
         except (KeyError, TypeError, AttributeError, ValueError) as exc:
@@ -56,10 +56,15 @@ class _Verifier:
             return True
         return False
 
-    def sidecar(self, path: Path) -> dict[str, Any]:
-        """Read a sidecar and check the files it describes."""
+    def sealed(self, path: Path, what: str) -> dict[str, Any]:
+        """Read a sealed file, which holds a digest of itself."""
         self.files += 1
-        facts: dict[str, Any] = read_json(path, "sidecar")
+        facts: dict[str, Any] = read_json(path, what, sealed=True)
+        return facts
+
+    def sidecar(self, path: Path, what: str = "sidecar") -> dict[str, Any]:
+        """Read a sealed file and check the files it describes."""
+        facts = self.sealed(path, what)
         for name, entry in facts["files"].items():
             self.file(path.parent / name, entry)
         return facts
@@ -70,22 +75,23 @@ class _Verifier:
 
     def prompts(self) -> tuple[int, int]:
         index = self.run / "prompts" / "index.json"
-        facts = read_json(index, "index of the prompts")
-        self.files += 1
-        for name, entry in facts["files"].items():
-            self.file(index.parent / name, entry)
+        facts = self.sidecar(index, "index of the prompts")
         return int(facts["rows"]), int(facts["shard_rows"])
 
-    def unsummed(self) -> None:
-        """Files of the whole run that no sidecar describes."""
-        for name in ("prompts/skipped.jsonl", "tokens/statistics.json", "report.html"):
-            path = self.run / name
-            if not path.is_file():
-                self.problems.append(f"{path}: missing; run snakemake to go on")
-                continue
+    def whole_run(self) -> None:
+        """Files of the whole run that belong to no shard and no drafter."""
+        for name, what in (("tokens/statistics.json", "statistics file"), ("tokens/totals.json", "file of totals")):
+            self.attempt(self.sealed, self.run / name, what)
+        self.attempt(self.sidecar, self.run / "summary.json", "summary")
+        for stage in ("conversations", "tokens", "hidden_states"):  # where there are many shards
+            for path in sorted((self.run / stage / "ranges").glob("*.json")):
+                self.attempt(self.sealed, path, "record of a range of shards")
+        page = self.run / "report.html"
+        if page.is_file():
             self.files += 1
-            if path.suffix == ".json":
-                read_json(path, "statistics file")
+            self.attempt(check_page, page)
+        else:
+            self.problems.append(f"{page}: missing; run snakemake to go on")
 
     def conversations(self, shard: Shard) -> None:
         path = self.run / "conversations" / f"{shard.name}.jsonl"
@@ -128,8 +134,7 @@ class _Verifier:
 
     def manifest(self, shards: list[Shard]) -> dict[str, dict[str, Any]]:
         path = self.run / "hidden_states" / "data_config.json"
-        self.files += 1
-        facts = read_json(path, "manifest")
+        facts = self.sealed(path, "manifest")
         entries = {entry["file"]: entry for entry in facts["shards"]}
         self.expect(path, "shards", list(entries), [f"{shard.name}.safetensors" for shard in shards])
         for key in ("rows", "sequences", "tokens", "bytes"):
@@ -142,23 +147,20 @@ class _Verifier:
         self.expect(path, "draft vocabulary", len(mapping.d2t), facts["draft_vocab_size"])
         self.expect(path, "target vocabulary", len(mapping.t2d), facts["vocab_size"])
 
+    def checkpoint(self, epoch: Path) -> None:
+        facts = self.sidecar(epoch / "trainer_state.json", "trainer state")
+        self.expect(epoch / "trainer_state.json", "epoch", facts["epoch"], int(epoch.name.split("_")[1]))
+
     def drafter(self, folder: Path) -> None:
         epochs = sorted(folder.glob("epoch_*"), key=lambda p: int(p.name.split("_")[1]))
         if not epochs:
             self.problems.append(f"{folder}: no checkpoint; run snakemake to go on")
         for epoch in epochs:
-            facts = self.sidecar(epoch / "trainer_state.json")
-            self.expect(epoch / "trainer_state.json", "epoch", facts["epoch"], int(epoch.name.split("_")[1]))
-        exports = [f"export/{server}/export.json" for server in SERVERS]
-        for name in ("best/selection.json", "evaluation.json", *exports):
-            if not (folder / name).is_file():
-                self.problems.append(f"{folder / name}: missing; run snakemake to go on")
-        if (folder / "evaluation.json").is_file():
-            self.files += 1
-            read_json(folder / "evaluation.json", "evaluation")
+            self.attempt(self.checkpoint, epoch)
+        exports = [f"export/{server}/{name}.json" for server in SERVERS for name in ("export", "provenance")]
         for sidecar in (folder / name for name in ("best/selection.json", *exports)):
-            if sidecar.is_file():
-                self.sidecar(sidecar)
+            self.attempt(self.sidecar, sidecar)
+        self.attempt(self.sealed, folder / "evaluation.json", "evaluation")
 
 
 def find_run(run: str, results: Path) -> Path:
@@ -189,7 +191,7 @@ def verify_run(run: str, results: Path = Path("results")) -> dict[str, Any]:
     def manifest() -> None:
         entries.update(verifier.manifest(shards))
 
-    verifier.attempt(verifier.unsummed)
+    verifier.whole_run()
     verifier.attempt(manifest)
     maps = sorted((verifier.run / "vocab_map").glob("*.json"))
     drafters = sorted(p for p in (verifier.run / "drafters").glob("*") if p.is_dir() and not p.name.startswith("."))
@@ -201,14 +203,14 @@ def verify_run(run: str, results: Path = Path("results")) -> dict[str, Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for shard in progress.track(shards, description=f"Verifying {verifier.run}"):
             entry = entries.get(f"{shard.name}.safetensors")
-            verifier.attempt(lambda shard=shard: verifier.conversations(shard))  # type: ignore[misc]
-            verifier.attempt(lambda shard=shard: verifier.tokens(shard))  # type: ignore[misc]
+            verifier.attempt(verifier.conversations, shard)
+            verifier.attempt(verifier.tokens, shard)
             if entry:
-                verifier.attempt(lambda shard=shard, entry=entry: verifier.states(shard, entry))  # type: ignore[misc]
+                verifier.attempt(verifier.states, shard, entry)
     for path in maps:
-        verifier.attempt(lambda path=path: verifier.vocabulary(path))  # type: ignore[misc]
+        verifier.attempt(verifier.vocabulary, path)
     for folder in drafters:
-        verifier.attempt(lambda folder=folder: verifier.drafter(folder))  # type: ignore[misc]
+        verifier.attempt(verifier.drafter, folder)
     problems = list(dict.fromkeys(verifier.problems))
     return {"run": str(verifier.run), "files": verifier.files, "bytes": verifier.bytes, "problems": problems}
 

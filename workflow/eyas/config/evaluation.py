@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from eyas.config.fields import Name, Number, PromptFormat, Strict, runtime
+from eyas.config.fields import Asked, Name, Number, PromptFormat, Strict, runtime
+from eyas.config.sglang import EvaluationServer
 
 HELD_OUT = "held_out"
 
@@ -32,12 +33,12 @@ def largest_tree(draft_steps: int, topk: int) -> int:
     return topk + (draft_steps - 1) * topk**2 + 1
 
 
-class Evaluation(Strict):
+class Evaluation(Asked):
     """Acceptance of the drafter: from the states of held-out rows, and in real speculative decoding of the prompt
     sets, beside plain decoding, prompt lookup (n-grams) and the untrained drafter."""
 
     engine: Literal["transformers", "sglang"] = "transformers"
-    """What decodes: this process, or an SGLang server with the exported drafter."""
+    """What decodes: this process, or an SGLang server with the exported drafter (and then one without)."""
     draft_steps: int = Field(5, ge=1, le=32)
     """Steps of drafting in a round (SGLang: `speculative_num_steps`)."""
     topk: int = Field(1, ge=1, le=64)
@@ -55,13 +56,15 @@ class Evaluation(Strict):
         {HELD_OUT: PromptSet()}, min_length=1
     )
     """The prompt sets, by name. A prompt that a training row asks too is left out and counted."""
+    sglang: EvaluationServer = EvaluationServer()
     threads: int = runtime(2, ge=1)
     """CPU threads of the job."""
-    gpu: int = runtime(0, ge=0)
-    """GPUs of the job."""
 
     @model_validator(mode="after")
     def _possible(self) -> Evaluation:
+        tp = self.sglang.tp
+        if self.engine == "sglang" and tp and self.gpu and self.gpu % tp:
+            raise ValueError(f"gpu {self.gpu} is no multiple of sglang.tp {tp}")
         if self.topk == 1:
             if self.draft_tokens not in (None, self.draft_steps + 1):
                 raise ValueError(

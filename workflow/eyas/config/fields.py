@@ -7,6 +7,7 @@ that changing one re-runs nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,30 @@ def runtime(default: Any, **constraints: Any) -> Any:
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Asked(Strict):
+    """A stage whose jobs load a model: what they ask for. Without a scheduler nobody notices the first two."""
+
+    memory_gb: int | None = runtime(None, ge=1)
+    """Memory that a job asks of a cluster, in GB on each node; more at each retry. null takes an estimate."""
+    hours: Number = runtime(24.0, gt=0)
+    """Time limit that a job asks of a cluster; longer at each retry, which goes on where the last one was."""
+    threads: int = runtime(1, ge=1)
+    """CPU threads of a job."""
+    gpu: int = runtime(0, ge=0)
+    """GPUs of a job."""
+
+    @property
+    def estimated_gb(self) -> float:
+        """Memory of a job on the machine's side, for want of a better figure."""
+        return 8 + 4 * self.threads + 16 * self.gpu
+
+    def memory_mb(self, attempt: int) -> int:
+        return math.ceil(1000 * (self.memory_gb or self.estimated_gb)) * attempt
+
+    def minutes(self, attempt: int) -> int:
+        return math.ceil(60 * self.hours) * attempt
 
 
 def identity(section: Strict, exclude: set[str] | None = None) -> dict[str, Any]:

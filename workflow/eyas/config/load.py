@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from eyas.config.fields import Asked
 from eyas.config.schema import Config, Responses
 from eyas.errors import EyasError
 
@@ -47,7 +48,9 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
             if not models:
                 return []
             kind = models[0]
-    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return []
+    return sorted(kind.model_fields, key=lambda name: name in Asked.model_fields)  # what all jobs ask for comes last
 
 
 def _problem(error: Mapping[str, Any]) -> str:
@@ -95,7 +98,9 @@ def read_config(path: str | os.PathLike[str]) -> Config:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as exc:
         raise EyasError(f"{path}: cannot be read ({exc.strerror}); name a configuration file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except RecursionError:
+        raise EyasError(f"{path}: not valid YAML: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as exc:  # a date such as 2026-13-45 is a ValueError
         raise EyasError(f"{path}: not valid YAML: {' '.join(str(exc).split())}") from None
     return check_config(values, str(path))
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from eyas.config.fields import Number, Strict, runtime
+from eyas.config.fields import Asked, Number, Strict, runtime
 
 
 class EndpointOptions(Strict):
@@ -51,7 +51,7 @@ class Endpoint(EndpointOptions):
     """More fields of every request, as in `{top_k: 20, chat_template_kwargs: {enable_thinking: false}}`."""
 
 
-class Responses(Strict):
+class Responses(Asked):
     """The answers that the drafter learns from."""
 
     engine: Literal["transformers", "openai", "keep"] = "transformers"
@@ -72,10 +72,6 @@ class Responses(Strict):
     """How often an answer is continued, max_new_tokens each, before the row is skipped."""
     batch_rows: int = runtime(32, ge=1)
     """Rows decoded together, in-process."""
-    threads: int = runtime(1, ge=1)
-    """CPU threads of a job."""
-    gpu: int = runtime(0, ge=0)
-    """GPUs of a job."""
 
     @model_validator(mode="after")
     def _endpoint_for_openai(self) -> Responses:

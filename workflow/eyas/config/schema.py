@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eyas.config.evaluation import Evaluation, PromptSet
-from eyas.config.fields import Dtype, Name, Number, PromptFormat, StoredDtype, Strict, identity, runtime
+from eyas.config.fields import Asked, Dtype, Name, Number, PromptFormat, StoredDtype, Strict, identity, runtime
 from eyas.config.responses import Endpoint, EndpointOptions, Responses
 from eyas.config.sglang import Sglang
 
@@ -88,6 +88,10 @@ class Data(Strict):
     """Rows to use. `auto` counts local files as the Snakefile is parsed."""
     shard_rows: int = Field(500, ge=1)
     """Rows in a shard: the unit of work, of files and of resuming."""
+    shards_per_job: int | None = runtime(None, ge=1)
+    """Shards that one job answers, tokenizes or extracts (`engine: transformers`). null takes 1, and with more than
+    256 shards so many that there are 128 jobs: Snakemake plans hundreds of jobs in seconds, tens of thousands in
+    minutes."""
     held_out_every: int = Field(20, ge=2)
     """Every n-th row is kept out of training and used to measure acceptance."""
     max_bad_rows: int = Field(0, ge=0)
@@ -123,7 +127,7 @@ class Tokenization(Strict):
     prompted with them too."""
 
 
-class Extraction(Strict):
+class Extraction(Asked):
     """Hidden states of the target, shard by shard."""
 
     engine: Literal["transformers", "sglang"] = "transformers"
@@ -141,15 +145,18 @@ class Extraction(Strict):
     """Rows of a shard that may have no states (refused by the server, NaN) before the shard fails. They are
     recorded with their reason and left out of training."""
     shards_per_job: int | None = runtime(None, ge=1)
-    """Shards that one job makes, loading the target once; null takes 1 for `transformers`, and for `sglang`
-    all shards of a replica."""
+    """Shards that one job makes, loading the target once; null takes `data.shards_per_job` for `transformers`, and
+    for `sglang` all shards of a replica."""
     replicas: int = runtime(1, ge=1)
     """Servers side by side (`engine: sglang`): the shards are cut into so many jobs, each with `gpu` GPUs."""
     sglang: Sglang = Sglang()
-    threads: int = runtime(1, ge=1)
-    """CPU threads of a job."""
     gpu: int = runtime(0, ge=0)
     """GPUs of a job (of each server, with `engine: sglang`)."""
+
+    @property
+    def estimated_gb(self) -> float:
+        """With the states that wait in memory, which counts as the job's."""
+        return super().estimated_gb + (self.sglang.dump_gb if self.engine == "sglang" else 0)
 
     @model_validator(mode="after")
     def _whose(self) -> Extraction:
@@ -207,7 +214,7 @@ class DrafterModel(Strict):
         return self
 
 
-class Training(Strict):
+class Training(Asked):
     """The drafter's training."""
 
     epochs: int = Field(3, ge=1)
@@ -248,11 +255,13 @@ class Training(Strict):
     epochs that are left repeat the last one trained. null trains them all. Finished epochs stay
     as they are when this is changed."""
     threads: int = runtime(2, ge=1)
-    """CPU threads of the job, over all its processes."""
+    """CPU threads of the job on each machine, over its processes there."""
     gpu: int = runtime(0, ge=0)
-    """GPUs of the job; one process each."""
+    """GPUs of the job, over all its machines; one process each."""
     processes: int | None = runtime(None, ge=1)
-    """Processes of the job. null is one for each GPU, or a single one on the CPU."""
+    """Processes of the job, over all its machines. null is one for each GPU, or a single one on the CPU."""
+    nodes: int = runtime(1, ge=1)
+    """Machines of the job, which share its GPUs and processes evenly; more than one needs SLURM."""
     parallel: Literal["ddp", "fsdp2"] = runtime("ddp")
     """How several processes share the drafter: every one holds it whole, or each a part (PyTorch's
     FSDP2), for drafters that do not fit one GPU with their optimizer."""
@@ -271,7 +280,15 @@ class Training(Strict):
     def _a_process_a_gpu(self) -> Training:
         if self.gpu and self.processes not in (None, self.gpu):
             raise ValueError(f"processes {self.processes} and gpu {self.gpu} disagree: a job has one process a GPU")
+        for key, count in (("gpu", self.gpu), ("processes", self.world_size)):
+            if count % self.nodes:
+                raise ValueError(f"{key} {count} cannot be shared evenly by {self.nodes} nodes")
         return self
+
+    @property
+    def estimated_gb(self) -> float:
+        """On one of the job's machines."""
+        return 8 + 4 * self.threads + 16 * self.gpu // self.nodes
 
     @property
     def world_size(self) -> int:

@@ -110,10 +110,12 @@ def check_against_target(config: Config, sizes: TargetSizes) -> None:
             f"extraction.layers: {layers} reaches outside the target, whose layers are"
             f" 0 to {sizes.num_hidden_layers - 1}"
         )
-    elif config.extraction.engine == "sglang":
+    else:
         chosen = layers or default_layers(sizes.num_hidden_layers)
-        if problem := sglang_problem(str(sizes.values.get("model_type", "")), sizes.num_hidden_layers, chosen):
-            problems.append(problem)
+        for stage, engine in (("extraction", config.extraction.engine), ("evaluation", config.evaluation.engine)):
+            model_type = str(sizes.values.get("model_type", ""))
+            if engine == "sglang" and (problem := sglang_problem(model_type, sizes.num_hidden_layers, chosen, stage)):
+                problems.append(problem)
     for name, drafter in config.drafters.items():
         if drafter.draft_vocab_size > sizes.vocab_size:
             problems.append(

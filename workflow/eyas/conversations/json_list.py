@@ -15,7 +15,7 @@ from io import BufferedIOBase
 from typing import Any
 
 _CHUNK = 1 << 18  # bytes
-_LONGEST = 1 << 26  # characters of a record
+_LONGEST = 1 << 24  # characters of a record: as Python objects they may take twenty times as much
 _SPACE = re.compile(r"[ \t\r\n]*")
 # All that matters for where a value ends. A string may be cut off by the end of the text, inside an escape too.
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("|\\?\Z)|[\[\]{},]', re.DOTALL)

@@ -18,7 +18,7 @@ from eyas.conversations.rows import Row, write_rows
 from eyas.conversations.sources import Record, container_of, count_file, read_records
 from eyas.errors import EyasError
 from eyas.jobs import Progress
-from eyas.shards import atomic_path, describe_file, shards_of, write_json, write_lock
+from eyas.shards import atomic_path, describe_file, shards_of, write_json, write_lock, write_sealed
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -188,8 +188,9 @@ def write_prompts(
                 skipped.writelines(_skipped_line(row) for row in batch if row.skipped is not None)
                 progress.advance(len(batch))
             next(stream, None)
+        written["skipped.jsonl"] = describe_file(folder / "skipped.jsonl")
         unusable = numbering.bad + numbering.duplicates
-        write_json(
+        write_sealed(
             folder / "index.json",
             {
                 "format_version": FORMAT_VERSION,

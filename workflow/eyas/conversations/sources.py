@@ -30,6 +30,7 @@ _NAMED = {"gzip": ".gz", "zstd": ".zst"}
 _BOM = b"\xef\xbb\xbf"
 _BUFFER = 1 << 18  # bytes
 _INPUT = 1 << 12  # compressed bytes at a time: of the most repetitive text they make no more than 128 MB
+_LONGEST = 1 << 24  # bytes of a line: as Python objects they may take twenty times as much
 _GZIP = 31  # how zlib calls the headers and checksums of gzip
 _PARQUET_ROWS = 128
 
@@ -156,10 +157,17 @@ def _guarded(path: str, entries: Iterable[Entry]) -> Iterator[Entry]:
 # ---- JSON lines
 
 
-def _lines(path: str, compression: str | None) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers. Only "\\n" ends a line."""
+def _lines(path: str, compression: str | None) -> Iterator[tuple[int, bytes | None]]:
+    """Lines that are not blank, with their numbers; None for one that is too long. Only "\\n" ends a line."""
     with _open(path, compression) as stream:
-        for number, line in enumerate(stream, 1):
+        number = 0
+        while line := stream.readline(_LONGEST):
+            number += 1
+            if len(line) == _LONGEST and not line.endswith(b"\n"):
+                while (rest := stream.readline(_BUFFER)) and not rest.endswith(b"\n"):
+                    pass
+                yield number, None
+                continue
             if number == 1:
                 line = line.removeprefix(_BOM)
             start = line.lstrip()[:1]
@@ -168,8 +176,10 @@ def _lines(path: str, compression: str | None) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _line_record(entry: tuple[int, bytes]) -> Record:
+def _line_record(entry: tuple[int, bytes | None]) -> Record:
     number, line = entry
+    if line is None:
+        return Record(number, None, f"longer than {_LONGEST:,} bytes")
     try:
         return Record(number, json.loads(line.decode("utf-8", "replace")))
     except ValueError as exc:

@@ -49,11 +49,16 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Output:
-    """What a prompt came to in one way of decoding; `difference`: first token that is not plain decoding's."""
+    """What a prompt came to in one way of decoding.
+
+    `difference`: first token that is not plain decoding's. `by_step` False: the rounds' sums are known alone, not how
+    many tokens each accepted.
+    """
 
     decoded: Decoded
     looping: bool
     difference: int | None = None
+    by_step: bool = True
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -128,7 +133,7 @@ def _rates(outputs: Sequence[Output], plain: Sequence[Output], steps: int) -> di
     own, other = _speed(outputs), _speed(plain)
     return {
         "acceptance_length": found.length,
-        "acceptance_by_step": found.by_step,
+        "acceptance_by_step": found.by_step if all(output.by_step for output in outputs) else None,
         "tokens_per_forward": tokens / forwards if forwards else None,
         "speedup": own / other if own and other else None,
     }
@@ -137,7 +142,10 @@ def _rates(outputs: Sequence[Output], plain: Sequence[Output], steps: int) -> di
 def figures(
     outputs: Sequence[Output], plain: Sequence[Output], labels: Sequence[str], steps: int, temperature: float
 ) -> dict[str, Any]:
-    """The figures of one way of decoding a prompt set; `steps`: draft steps of a round, 0 for plain decoding."""
+    """The figures of one way of decoding a prompt set; `steps`: draft steps of a round, 0 for plain decoding.
+
+    `plain`: the outputs of plain decoding; none where there was none, which leaves what is compared with it null.
+    """
     straight = [output for output in outputs if not output.looping]
     differences = [
         {"prompt": label, "token": output.difference}
@@ -153,7 +161,7 @@ def figures(
         "target_forwards": sum(output.decoded.forwards for output in outputs),
         "seconds": sum(output.decoded.seconds for output in outputs) if outputs else None,
         "speedup": rates["speedup"],
-        "lossless": not differences if temperature == 0 and outputs else None,
+        "lossless": not differences if temperature == 0 and outputs and plain else None,
         "differences": differences,
         "looping_share": 1 - len(straight) / len(outputs) if outputs else None,
         "without_looping": {"prompts": len(straight)}

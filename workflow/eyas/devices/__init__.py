@@ -48,6 +48,14 @@ def lease_folder() -> Path:
     return folder
 
 
+def _lease_file(folder: Path, device: str) -> Path:
+    job, node = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME", "")
+    # SLURM gives devices to one job at a time, and where it hides the others it counts them from 0 in each: the
+    # leases of two of its jobs must not meet (nor those of two of its nodes, where a test runs them on one machine).
+    prefix = f"slurm-{job}-{node}-" if job and "CUDA_VISIBLE_DEVICES" in os.environ else ""
+    return folder / f"{prefix}{device}.lease".replace("/", "_")
+
+
 @contextmanager
 def lease_gpus(wanted: int, granted: int, poll_seconds: float = 1.0) -> Iterator[list[str]]:
     """Hold `wanted` GPUs and set CUDA_VISIBLE_DEVICES to them; yields their ids.
@@ -74,7 +82,7 @@ def lease_gpus(wanted: int, granted: int, poll_seconds: float = 1.0) -> Iterator
     while True:
         held: dict[str, int] = {}
         for device in devices:
-            fd = os.open(folder / f"{device.replace('/', '_')}.lease", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(_lease_file(folder, device), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 held[device] = fd

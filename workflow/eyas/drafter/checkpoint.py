@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
-from eyas.shards import describe_file, ensure_free, read_header, read_json, write_json
+from eyas.shards import describe_file, ensure_free, read_header, read_json, write_json, write_sealed
 from eyas.shards.files import publish
 from eyas.versions import VERSIONS
 
@@ -96,7 +95,7 @@ def _publish(staging: Path, folder: Path, fingerprint: str, facts: dict[str, Any
         shutil.copyfile(metrics, staging / METRICS)
     files = {name: describe_file(staging / name) for name in names}
     values = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, **facts, "files": files}
-    write_json(staging / FACTS, values)
+    write_sealed(staging / FACTS, values)
     # the facts, which name the others' checksums, appear last; the saves inside the epoch go when all is there
     publish({staging / name: folder / name for name in (*names, FACTS)}, staging.parent)
 
@@ -152,5 +151,5 @@ def build_drafter(shape: DrafterShape, weights: dict[str, Tensor]) -> Drafter:
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """The facts of a checkpoint without its tensors."""
-    facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    facts: dict[str, Any] = read_json(folder / FACTS, "trainer state")
     return facts

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from eyas.errors import EyasError
-from eyas.shards import atomic_path, describe_file, ensure_free, read_json, write_json
+from eyas.shards import atomic_path, describe_file, ensure_free, read_json, write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def save_state(folder: Path, fingerprint: str, batches: int, tensors: dict[str, 
     ensure_free(folder, sum(t.numel() * t.element_size() for t in tensors.values()), "The save inside the epoch")
     with atomic_path(file) as partial:
         save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, partial)
-    write_json(
+    write_sealed(
         file.with_suffix(".json"),
         {"fingerprint": fingerprint, "batches": batches, **facts, "files": {file.name: describe_file(file)}},
     )

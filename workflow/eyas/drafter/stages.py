@@ -29,8 +29,8 @@ from eyas.shards import (
     is_complete,
     publish,
     read_json,
-    write_json,
     write_lock,
+    write_sealed,
 )
 from eyas.target.tokenizer import TargetReference
 from eyas.versions import VERSIONS
@@ -128,7 +128,7 @@ def select_best(last: Path, output: Path) -> None:
                 )
             shutil.copyfile(source / name, staging / name)
         measured = {record["epoch"]: record.get("held_out") for record in history}
-        write_json(
+        write_sealed(
             staging / SELECTION,
             {
                 "format_version": VERSIONS["selection"], "fingerprint": mark, "epoch": chosen,

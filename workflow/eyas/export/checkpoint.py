@@ -26,6 +26,7 @@ from eyas.shards import (
     read_json,
     write_json,
     write_lock,
+    write_sealed,
 )
 from eyas.shards.files import publish, remove_folder
 from eyas.target.weights import INDEX
@@ -151,7 +152,7 @@ def export_drafter(
             check_tensors(staging)
             files: dict[str, Any] = {name: describe_file(staging / name) for name in names}
             facts = {"format_version": FORMAT_VERSION, "fingerprint": mark, "server": server, "files": files}
-            write_json(staging / FACTS, facts)
+            write_sealed(staging / FACTS, facts)
             _drop_other_weights(output, names)
             publish({staging / name: output / name for name in (*names, FACTS)}, staging)
         except BaseException:

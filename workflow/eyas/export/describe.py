@@ -12,7 +12,7 @@ from eyas.export.checkpoint import FACTS
 from eyas.export.licence import find_licence
 from eyas.export.provenance import provenance
 from eyas.plan.export import SERVERS, public_path
-from eyas.shards import read_json, write_json, write_lock, write_text
+from eyas.shards import describe_file, read_json, write_lock, write_sealed, write_text
 from eyas.target.tokenizer import TargetReference
 from eyas.versions import VERSIONS
 
@@ -74,7 +74,8 @@ def describe_exports(run: Path, drafter: str, target: TargetReference, gguf: str
         for server in SERVERS:
             export = folder / "export" / server
             sidecar = read_json(export / FACTS, "export")
-            values = provenance(config, of_target, training["manifest_digest"], checkpoint, sidecar["files"])
-            write_json(export / PROVENANCE, {"server": server, **values, "format_version": VERSIONS["card"]})
             write_text(export / CARD, render_card(facts, server))
+            files = sidecar["files"] | {CARD: describe_file(export / CARD)}
+            values = provenance(config, of_target, training["manifest_digest"], checkpoint, files)
+            write_sealed(export / PROVENANCE, {"server": server, **values, "format_version": VERSIONS["card"]})
             log.info("Wrote %s and %s.", export / CARD, export / PROVENANCE)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+import os
+from contextlib import closing, suppress
 from pathlib import Path
 
-from eyas.errors import EyasError
 from eyas.extraction.engines.base import Engine
 from eyas.extraction.shard import extract_shard
 from eyas.extraction.space import describe, plan_space, require_space
-from eyas.shards import Shard, checksum, read_json, shards_of, write_lock
+from eyas.shards import Shard, checksum, read_json, shards_in, write_lock, write_record
 from eyas.shards.files import link_file, sync_folder
 from eyas.target.tokenizer import TargetReference, text_config
 
@@ -21,22 +21,19 @@ FINISHED = ".finished"
 
 def extract_rows(
     run: Path, rows: Shard, total_rows: int, shard_rows: int, target: TargetReference, layers: list[int], dtype: str,
-    engine: Engine, max_failed_rows: int,
+    engine: Engine, max_failed_rows: int, recorded: bool = False,
 ) -> None:  # fmt: skip
     """Write the hidden states of all shards of a run that lie in `rows`; raises EyasError.
 
     Several shards are finished one by one in `hidden_states/.finished`, where a failure of the job does not reach
     them (Snakemake deletes the outputs of a failed job, and all outputs of a job before it runs again), and linked
     to their places at the end. The links there stay: they take no room, and when a shard is deleted, the job
-    that runs again makes that one alone.
+    that runs again makes that one alone. `recorded`: a record of the range says that
+    it is finished.
     """
     folder = run / "hidden_states"
     kept = folder / FINISHED
-    shards = [
-        shard for shard in shards_of(total_rows, shard_rows) if shard.start >= rows.start and shard.end <= rows.end
-    ]
-    if not shards or (shards[0].start, shards[-1].end) != (rows.start, rows.end):
-        raise EyasError(f"--rows {rows.name}: not a range of shards of {shard_rows} of {total_rows} rows")
+    shards = shards_in(rows, total_rows, shard_rows)
     hidden_size = int(text_config(target).hidden_size)
     space = plan_space(run, total_rows, shard_rows, hidden_size, dtype)
     for line in describe(space):
@@ -44,7 +41,7 @@ def extract_rows(
     if space.exact:
         require_space(space)
     with closing(engine):
-        if len(shards) == 1 and not (kept / f"{rows.name}.json").exists():
+        if not recorded and len(shards) == 1 and not (kept / f"{rows.name}.json").exists():
             extract_shard(
                 _tokens(run, shards[0]), folder / f"{rows.name}.safetensors", target, layers, dtype, engine=engine,
                 max_failed_rows=max_failed_rows,
@@ -52,12 +49,16 @@ def extract_rows(
             return
         with write_lock(folder / f"{rows.name}.job"):
             _drop_damaged(kept, shards)
+            if recorded:
+                _keep(folder, kept, shards)
             for shard in shards:
                 extract_shard(
                     _tokens(run, shard), kept / f"{shard.name}.safetensors", target, layers, dtype, engine=engine,
                     max_failed_rows=max_failed_rows, staging_root=folder,
                 )  # fmt: skip
             _link(kept, folder, shards)
+            if recorded:
+                write_record(folder, shards)
 
 
 def _tokens(run: Path, shard: Shard) -> Path:
@@ -77,6 +78,18 @@ def _drop_damaged(kept: Path, shards: list[Shard]) -> None:
                 path.with_suffix(".json").unlink()
                 path.unlink(missing_ok=True)
         marker.unlink()
+
+
+def _keep(folder: Path, kept: Path, shards: list[Shard]) -> None:
+    """Shards of another cut into jobs, which Snakemake left where they are."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for shard in shards:
+        there = [folder / f"{shard.name}{suffix}" for suffix in (".safetensors", ".json")]
+        if not (kept / there[1].name).exists() and all(file.exists() for file in there):
+            for file in there:
+                (kept / file.name).unlink(missing_ok=True)
+                with suppress(OSError):  # without hard links the shard is made anew
+                    os.link(file, kept / file.name)
 
 
 def _link(kept: Path, folder: Path, shards: list[Shard]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from eyas.errors import EyasError
 from eyas.extraction.shard import FORMAT_VERSION as SHARD_VERSION
 from eyas.extraction.shard import LAST_HIDDEN_STATE, LAYER_CONVENTION
-from eyas.shards import Shard, fingerprint, read_json, write_json, write_lock
+from eyas.shards import Shard, fingerprint, read_json, write_lock, write_sealed
 from eyas.versions import VERSIONS
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def write_manifest(shards: Sequence[Path], rows: int, output: Path) -> None:
             raise EyasError(
                 f"{output}: every one of the {rows} rows was skipped or failed; the shards' .json files say why"
             )
-        write_json(
+        write_sealed(
             output,
             {
                 "format_version": FORMAT_VERSION,

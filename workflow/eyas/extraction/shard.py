@@ -26,8 +26,8 @@ from eyas.shards import (
     fingerprint,
     is_complete,
     read_json,
-    write_json,
     write_lock,
+    write_sealed,
 )
 from eyas.shards.files import publish, remove_folder
 from eyas.target.tokenizer import TargetReference, text_config
@@ -190,7 +190,7 @@ def extract_shard(
                 )  # fmt: skip
             failed = _failed(tokens, journal)
             _refuse_failures(output, failed, max_failed_rows)
-        write_json(
+        write_sealed(
             staging / sidecar.name,
             {
                 "format_version": FORMAT_VERSION,

@@ -15,7 +15,7 @@ from typing import Any
 from eyas.errors import EyasError
 from eyas.extraction.layout import shard_bytes, shard_layout
 from eyas.plan import RunPlan, read_record, target_width
-from eyas.shards import Shard, shards_of
+from eyas.shards import Shard, parse_json, shards_of
 
 __all__ = [
     "FileSystem",
@@ -125,7 +125,7 @@ def _read_tokens_facts(sidecar: str) -> dict[str, Any] | None:
     """The sidecar of a tokens shard, or None when it is not built yet; raises EyasError when it is damaged."""
     try:
         with open(sidecar, "rb") as file:
-            facts = json.load(file)
+            facts = parse_json(file.read(), sidecar, "tokens sidecar")
         facts = {"sequences": facts["rows"], **facts}
         if all(type(facts[key]) is int for key in ("tokens", "sequences")) and isinstance(facts["skipped"], list):
             return facts

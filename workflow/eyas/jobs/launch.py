@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from eyas.errors import EyasError
 from eyas.jobs.heartbeat import pause_heartbeat
@@ -33,38 +34,59 @@ def die_with_parent() -> None:
         sys.exit(1)
 
 
-def launch(command: Sequence[str], count: int, threads: int) -> None:
+class Rendezvous(Protocol):
+    """Where the machines of a job find each other."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+
+
+def launch(command: Sequence[str], count: int, threads: int, nodes: int = 1, meeting: Rendezvous | None = None) -> None:
     """Run `count` processes of `command` (a Python script and its arguments) on this machine, as torchrun does.
 
-    Returns when all have ended well. Raises EyasError when one was killed, SystemExit(1) when one
-    failed (it has said why), KeyboardInterrupt when they were asked to stop.
+    With a `meeting`, `nodes` machines do so together. Returns when all have ended well. Raises EyasError when one
+    was killed, SystemExit(1) when one failed (it has said why), KeyboardInterrupt when they were asked to stop.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(max(threads // count, 1))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no need to know its name
+    if meeting is None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no need to know its name
     pause_heartbeat()
     try:
         with tempfile.TemporaryDirectory() as logs:  # the launcher's own, which it would leave behind
             config = LaunchConfig(
-                min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.2, local_addr="localhost",
+                min_nodes=nodes, max_nodes=nodes, nproc_per_node=count, rdzv_backend="c10d",
+                run_id=meeting.name if meeting else uuid.uuid4().hex,
+                rdzv_endpoint=meeting.endpoint if meeting else "localhost:0",
+                local_addr=meeting.address if meeting else "localhost", max_restarts=0, monitor_interval=0.2,
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
             )  # fmt: skip
             elastic_launch(config, sys.executable)("-u", *command)
     except SignalException as exc:
         raise KeyboardInterrupt from exc
+    except RendezvousError as exc:
+        where = meeting.endpoint if meeting else "localhost"
+        raise EyasError(
+            f"the {nodes} machines of this job did not meet at {where} ({exc}); do they reach each other there?"
+        ) from None
     except ChildFailedError as exc:
         rank, code = reason_of({rank: (item.exitcode, item.timestamp) for rank, item in exc.failures.items()})
         if code == STOPPED:
             raise KeyboardInterrupt from None
         if code < 0:
+            name = signal.Signals(-code).name
             raise EyasError(
-                f"process {rank} of {count} was killed by signal {-code} ({signal.Signals(-code).name}); was it out of"
-                " memory? Run the same command to go on from the last save"
+                f"process {rank} of {count * nodes} was killed by signal {-code} ({name}); was it out of memory? Run"
+                " the same command to go on from the last save"
             ) from None
         raise SystemExit(1) from None
 

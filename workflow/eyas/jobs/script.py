@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,6 +19,7 @@ from eyas.devices import lease_gpus
 from eyas.errors import EyasError
 from eyas.jobs.heartbeat import Heartbeat
 from eyas.jobs.launch import STOPPED, die_with_parent
+from eyas.jobs.nodes import Meeting
 
 log = logging.getLogger("eyas")
 
@@ -71,14 +72,20 @@ def _allow_many_files() -> None:
 
 
 def run_job(
-    parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None], rank: int | None = None
+    parser: argparse.ArgumentParser,
+    work: Callable[[argparse.Namespace], None],
+    rank: int | None = None,
+    meeting: Meeting | None = None,
 ) -> None:
     """Parse the command line, hold the GPUs, do the work; exits 0, 1 (clear error) or 130 (Ctrl-C).
 
     `rank`: this process's place among those of one job that torchrun started. Whoever started them
-    holds the GPUs; the first writes the log, the others only say what goes wrong.
+    holds the GPUs; the first writes the log, the others only say what goes wrong. `meeting`: of the machines of
+    one job (`--nodes`), each of which holds its share of the GPUs.
     """
     args = parser.parse_args()
+    if rank is None and meeting is not None:
+        args.log, args.label = None, f"{args.label} node {meeting.node}".strip()
     if rank is not None:
         die_with_parent()
         if rank:
@@ -97,7 +104,7 @@ def run_job(
     heartbeat = Heartbeat.of_job(args.log, args.label)
     if heartbeat:
         heartbeat.start()
-    code, reason = _run(args, work, rank)
+    code, reason = _run(args, work, rank, meeting)
     if heartbeat:
         if code == 0:
             heartbeat.succeeded()
@@ -126,12 +133,14 @@ def _end_at_once(code: int | str) -> None:
 
 
 def _run(
-    args: argparse.Namespace, work: Callable[[argparse.Namespace], None], rank: int | None
+    args: argparse.Namespace,
+    work: Callable[[argparse.Namespace], None],
+    rank: int | None,
+    meeting: Meeting | None,
 ) -> tuple[int | str | None, str | None]:
     """Do the work; returns the exit code, and the last line of what is wrong, if this process said it."""
     try:
-        wanted = args.gpu if args.gpu_wanted is None else args.gpu_wanted
-        with lease_gpus(wanted, args.gpu) if rank is None else nullcontext():
+        with _leases(args, meeting) if rank is None else nullcontext():
             work(args)
     except SystemExit as exc:  # of several processes one failed, and has said why
         return (0 if exc.code is None else exc.code), None
@@ -161,6 +170,15 @@ def _run(
         log.exception("This is a fault of Eyas; please report it with the lines above and below:")
         return 1, _named(exc)
     return 0, None
+
+
+def _leases(args: argparse.Namespace, meeting: Meeting | None) -> AbstractContextManager[object]:
+    """The GPUs of this process: all of the job's, or on one of its machines a share of them."""
+    wanted = args.gpu if args.gpu_wanted is None else args.gpu_wanted
+    nodes = getattr(args, "nodes", 1)
+    if nodes == 1 or args.gpu < wanted:
+        return lease_gpus(wanted, args.gpu)
+    return nullcontext() if meeting is None else lease_gpus(wanted // nodes, args.gpu // nodes)
 
 
 def _named(exc: Exception) -> str:

@@ -60,6 +60,8 @@ def public_config(config: Config, drafter: str) -> dict[str, Any]:
     }
     if config.extraction.engine != "sglang":
         del values["extraction"]["sglang"]
+    if config.evaluation.engine != "sglang":
+        del values["evaluation"]["sglang"]
     published: dict[str, Any] = _published(values)
     return published
 

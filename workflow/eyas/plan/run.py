@@ -8,6 +8,7 @@ import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from eyas.config import Config, PromptFiles, check_against_target, check_config,
 from eyas.conversations import count_records, expand
 from eyas.errors import EyasError
 from eyas.plan.export import fits_one_file, public_config, public_path
-from eyas.plan.extraction import ExtractionJob, extraction_jobs, server_command
-from eyas.shards import shards_of
+from eyas.plan.extraction import extraction_jobs
+from eyas.plan.servers import capture_command, decoding_command
+from eyas.plan.shard_jobs import ShardJob, StageFiles, cut, shards_per_job
+from eyas.shards import Shard, shards_of
 from eyas.target.files import MODEL_FILES, TOKENIZER_FILES
 from eyas.versions import VERSIONS
 
@@ -38,9 +41,44 @@ class RunPlan:
     def run_folder(self) -> str:
         return os.path.join(self.config.results, self.config.name)
 
-    @property
+    @cached_property
+    def shards(self) -> list[Shard]:
+        return shards_of(self.rows, self.config.data.shard_rows)
+
+    @cached_property
     def shard_names(self) -> list[str]:
-        return [shard.name for shard in shards_of(self.rows, self.config.data.shard_rows)]
+        return [shard.name for shard in self.shards]
+
+    @cached_property
+    def response_jobs(self) -> list[ShardJob]:
+        return cut("respond", self.shards, shards_per_job(len(self.shards), self.config.data.shards_per_job))
+
+    @cached_property
+    def token_jobs(self) -> list[ShardJob]:
+        return [ShardJob("tokenize", job.shards) for job in self.response_jobs]
+
+    @cached_property
+    def prompt_files(self) -> StageFiles:
+        return self._stage("prompts", {"rows": ".jsonl"}, self.response_jobs, f"{self.run_folder}/prompts/index.json")
+
+    @cached_property
+    def response_files(self) -> StageFiles:
+        return self._stage("conversations", {"rows": ".jsonl", "facts": ".json"}, self.response_jobs)
+
+    @cached_property
+    def token_files(self) -> StageFiles:
+        return self._stage("tokens", {"tokens": ".safetensors", "facts": ".json"}, self.token_jobs)
+
+    @cached_property
+    def state_files(self) -> StageFiles:
+        return self._stage("hidden_states", {"states": ".safetensors", "facts": ".json"}, self.extraction_jobs)
+
+    def _stage(
+        self, name: str, suffixes: dict[str, str], jobs: list[ShardJob], record: str | None = None
+    ) -> StageFiles:
+        # Extraction alone in jobs of several shards (a server that loads long) has them all as outputs.
+        recorded = bool(self.response_jobs[0].shards and jobs[0].shards)
+        return StageFiles(f"{self.run_folder}/{name}", suffixes, self.shards, jobs, recorded, record)
 
     @property
     def prompt_paths(self) -> list[str]:
@@ -51,7 +89,7 @@ class RunPlan:
         """The prompt files as they are configured: patterns are short, what they match may be thousands."""
         return _json([file.model_dump() for file in self.config.data.prompts])
 
-    @property
+    @cached_property
     def target_files(self) -> list[str]:
         """Files of a local target that jobs read; none for a hub model."""
         path = self.config.target.path
@@ -59,17 +97,17 @@ class RunPlan:
             return [os.path.join(path, name) for name in MODEL_FILES]
         return [os.path.join(path, "config.json")] if os.path.isdir(path) else []
 
-    @property
+    @cached_property
     def source_json(self) -> str:
         """Where the target is: all that matters for its tokenizer and its stored weights."""
         return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code", "gguf"}))
 
-    @property
+    @cached_property
     def target_json(self) -> str:
         """The target as it computes: with its precision."""
         return _json(self.config.target.model_dump(include={"path", "revision", "trust_remote_code", "gguf", "dtype"}))
 
-    @property
+    @cached_property
     def response_settings(self) -> str:
         responses = self.config.responses
         if responses.engine == "keep":
@@ -91,11 +129,11 @@ class RunPlan:
         """The target for the responses; over an endpoint its files and precision do not matter."""
         return '{"path":""}' if self.config.responses.engine == "openai" else self.target_json
 
-    @property
+    @cached_property
     def response_target_files(self) -> list[str]:
         return self.target_files if self.config.responses.engine == "transformers" else []
 
-    @property
+    @cached_property
     def endpoint_json(self) -> str:
         """How the endpoint is reached: for a resource, since it re-runs nothing."""
         endpoint = self.config.responses.endpoint
@@ -103,35 +141,35 @@ class RunPlan:
             return "none"
         return _json(endpoint.model_dump(mode="json", exclude={"model", "extra_body"}))
 
-    @property
+    @cached_property
     def token_settings(self) -> str:
         return _json(identity(self.config.tokenization))
 
-    @property
+    @cached_property
     def extraction_settings(self) -> str:
         settings = identity(self.config.extraction)
         if self.config.extraction.engine != "sglang":
             del settings["sglang"]
         return _json(settings)
 
-    @property
-    def extraction_jobs(self) -> list[ExtractionJob]:
-        return extraction_jobs(self.config, shards_of(self.rows, self.config.data.shard_rows))
+    @cached_property
+    def extraction_jobs(self) -> list[ShardJob]:
+        return extraction_jobs(self.config, self.shards)
 
-    @property
+    @cached_property
     def server_options(self) -> str:
         """How the server is reached or kept: for a resource, since it re-runs nothing."""
         extraction = self.config.extraction
         return _json(extraction.sglang.options()) if extraction.engine == "sglang" else "none"
 
-    @property
+    @cached_property
     def server_command(self) -> str:
         """The server that an extraction job starts, as a shell would take it; `none` where it starts none."""
         extraction = self.config.extraction
         starts = extraction.engine == "sglang" and extraction.sglang.url is None
-        return shlex.join(server_command(self.config)) if starts else "none"
+        return shlex.join(capture_command(self.config)) if starts else "none"
 
-    @property
+    @cached_property
     def evaluation_settings(self) -> str:
         """All that an evaluation depends on, with what was left open filled in."""
         evaluation = self.config.evaluation
@@ -145,7 +183,33 @@ class RunPlan:
                 for name, prompt_set in evaluation.prompt_sets.items()
             },
         }
+        if evaluation.engine != "sglang":
+            del settings["sglang"]
         return _json(settings)
+
+    @property
+    def evaluation_options(self) -> str:
+        """How the servers of an evaluation are reached or kept: for a resource, since it re-runs nothing."""
+        evaluation = self.config.evaluation
+        return _json(evaluation.sglang.options()) if evaluation.engine == "sglang" else "none"
+
+    def evaluation_server(self, drafter: str, drafting: bool) -> str:
+        """The server that an evaluation starts, with the drafter or without; `none` where it starts none."""
+        evaluation = self.config.evaluation
+        if evaluation.engine != "sglang" or evaluation.sglang.url is not None:
+            return "none"
+        folder = self._export_folder(drafter) if drafting else None
+        return shlex.join(decoding_command(self.config, folder))
+
+    def evaluation_export(self, drafter: str) -> list[str]:
+        """The files of the exported drafter that an evaluation's server loads; none where it needs no server."""
+        if self.config.evaluation.engine != "sglang":
+            return []
+        names = [*self.export_weights, "config.json", "export.json"]
+        return [os.path.join(self._export_folder(drafter), name) for name in names]
+
+    def _export_folder(self, drafter: str) -> str:
+        return os.path.join(self.run_folder, "drafters", drafter, "export", "sglang")
 
     @property
     def evaluation_files(self) -> list[str]:
@@ -159,7 +223,7 @@ class RunPlan:
         settings = identity(self.config.drafters[drafter].training, exclude={"epochs"})
         return _json(settings | {"seed": self.config.seed, "held_out_every": self.config.data.held_out_every})
 
-    @property
+    @cached_property
     def expected_json(self) -> str:
         """What the configuration says of the hidden states, for the trainer to compare with the manifest."""
         extraction = self.config.extraction

@@ -99,8 +99,8 @@ class Client:
 
     def _said(self, text: str) -> str:
         """A server's words, in one line, without the key."""
-        words = " ".join(text.split())[:300]
-        return words.replace(self._key, "***") if self._key else words
+        words = " ".join(text.split())
+        return (words.replace(self._key, "***") if self._key else words)[:300]  # in this order: half a key is one too
 
     # ---- one try
 

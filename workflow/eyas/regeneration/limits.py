@@ -18,6 +18,7 @@ from typing import Any
 
 from eyas.config.schema import EndpointOptions
 from eyas.errors import EyasError
+from eyas.shards import read_json
 
 _BURST = 0.1  # of a minute's allowance can be used at once
 
@@ -54,9 +55,9 @@ class SharedLimits:
         found = {}
         for sidecar in folder.glob("*.json"):
             try:
-                facts = json.loads(sidecar.read_text(encoding="utf-8"))
+                facts = read_json(sidecar)
                 usage = Usage(int(facts["paid_tokens"]["prompt"]), int(facts["paid_tokens"]["answer"]))
-            except (OSError, ValueError, KeyError, TypeError):
+            except (EyasError, ValueError, KeyError, TypeError):
                 continue
             found[sidecar.stem] = usage.cost(self.options)
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from eyas.conversations import Row, read_rows, write_rows
 from eyas.errors import EyasError
 from eyas.jobs import Progress
 from eyas.regeneration.replay import Replay, message_of_text
-from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_json, write_lock
+from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_lock, write_sealed
 from eyas.shards.files import publish
 from eyas.target.chat import ChatTemplate
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer
@@ -49,15 +49,14 @@ class _Generation:
     and run again makes the very batches that are missing, and the same bytes.
     """
 
-    def __init__(self, target: TargetReference, settings: dict[str, Any], gpus: int) -> None:
+    def __init__(self, target: TargetReference, settings: dict[str, Any], model: Any) -> None:
         from eyas.regeneration.generate import Sampling
-        from eyas.target.model import load_target
 
         self.settings = settings
         self.tokenizer = load_tokenizer(target)
         self.chat = ChatTemplate(self.tokenizer, settings.get("template_options"))
         self.end_ids = end_of_turn_ids(target, self.tokenizer)
-        self.model = load_target(target, gpus)
+        self.model = model
         # To go on with an answer is the same as a later limit, in-process.
         parts = 1 + settings["max_continuations"] if settings["truncated"] == "continue" else 1
         self.sampling = Sampling(
@@ -168,11 +167,13 @@ def respond_shard(
     batch_rows: int = 32,
     gpus: int = 0,
     endpoint: EndpointOptions | None = None,
+    load: Callable[[], Any] | None = None,
 ) -> None:
     """Write `output` (JSONL rows with answers) and its `.json` sidecar for one shard of prompts.
 
     `settings`: engine, max_new_tokens, temperature, top_p, truncated, max_continuations, seed, max_length,
     template_options; for the engine `openai` also model and extra_body, and `endpoint` says how it is reached.
+    `load` gives the target's model, when several shards share it.
     A killed job resumes at its first unfinished batch (in-process) or its unanswered turns (endpoint).
     """
     sidecar = output.with_suffix(".json")
@@ -183,7 +184,7 @@ def respond_shard(
     )  # fmt: skip
     with write_lock(output):
         if is_complete(sidecar, mark):
-            log.info("%s was finished by another process in the meantime.", output)
+            log.info("%s is finished already.", output)
             return
         rows = read_rows(prompts)
         staging = output.parent / ".staging" / output.stem
@@ -208,10 +209,13 @@ def respond_shard(
                     limits.close()
                 more["paid_tokens"] = {"prompt": run.journalled.prompt, "answer": run.journalled.answer}
             else:
-                answered = _Generation(target, settings, gpus).run(rows, batch_rows, journal, output.stem)
+                from eyas.target.model import load_target
+
+                model = load() if load else load_target(target, gpus)
+                answered = _Generation(target, settings, model).run(rows, batch_rows, journal, output.stem)
         write_rows(staging / output.name, answered)
         usable = [row for row in answered if row.skipped is None]
-        write_json(
+        write_sealed(
             staging / sidecar.name,
             {
                 "format_version": FORMAT_VERSION,

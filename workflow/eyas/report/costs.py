@@ -49,8 +49,8 @@ def _gpus(plan: RunPlan, rule: str, drafter: str) -> int:
 def benchmark_files(plan: RunPlan, rules: Mapping[str, str]) -> dict[str, list[tuple[Path, int]]]:
     """The benchmark files that the jobs of each rule write, with the GPUs of the job; none is looked at.
 
-    `rules`: rule -> pattern of its files. Extraction jobs of several shards are rules of their own, and come from the
-    plan. Raises EyasError for a wildcard that nothing is known of.
+    `rules`: rule -> pattern of its files. Jobs of several shards are rules of their own, and come from
+    the plan. Raises EyasError for a wildcard that nothing is known of.
     """
     found: dict[str, dict[Path, int]] = {}
     for rule, pattern in rules.items():
@@ -62,10 +62,13 @@ def benchmark_files(plan: RunPlan, rules: Mapping[str, str]) -> dict[str, list[t
             for choice in product(*(values[name] for name in names)):
                 path = _fill(pattern, dict(zip(names, choice, strict=True)))
                 found.setdefault(rule, {})[Path(path)] = _gpus(plan, rule, drafter)
-    if "extract" not in rules:
-        folder = Path(plan.run_folder) / "benchmarks" / "hidden_states"
-        files = (folder / f"{job.log_name}.tsv" for job in plan.extraction_jobs if job.shards)
-        found["extract"] = {path: plan.config.extraction.gpu for path in files}
+    for stage, jobs in (
+        ("responses", plan.response_jobs), ("tokens", plan.token_jobs), ("hidden_states", plan.extraction_jobs),
+    ):  # fmt: skip
+        if jobs[0].shards and (rule := jobs[0].rule) not in rules:
+            folder = Path(plan.run_folder) / "benchmarks" / stage
+            gpus = _gpus(plan, rule, next(iter(plan.config.drafters)))
+            found[rule] = {folder / f"{job.log_name}.tsv": gpus for job in jobs}
     return {rule: list(files.items()) for rule, files in found.items()}
 
 

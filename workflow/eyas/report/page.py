@@ -23,7 +23,7 @@ from eyas.report.extraction import extraction_section
 from eyas.report.parts import Section
 from eyas.report.provenance import provenance_section
 from eyas.report.training import drafters_section, read_metrics, training_section
-from eyas.shards import read_json, write_lock, write_text
+from eyas.shards import read_json, write_lock, write_page
 
 log = logging.getLogger(__name__)
 
@@ -154,5 +154,5 @@ def write_report(plan: RunPlan, rules: Mapping[str, str], output: Path) -> None:
         f"Run {plan.config.name}", subtitle, sections, f"Written by Eyas {__version__}. This file fetches nothing."
     )
     with write_lock(output):
-        write_text(output, page)
+        write_page(output, page)
     log.info("Wrote %s.", output)

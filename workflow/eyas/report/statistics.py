@@ -15,7 +15,7 @@ from rich.table import Table
 from eyas.errors import EyasError
 from eyas.extraction.layout import shard_bytes
 from eyas.report.parts import percent
-from eyas.shards import read_json, write_json, write_lock
+from eyas.shards import read_json, write_lock, write_sealed
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
 from eyas.versions import VERSIONS
@@ -222,7 +222,7 @@ def write_statistics(token_files: Iterable[Path], target: TargetReference, dtype
     """Write the statistics of a run's tokens to `output` (JSON), and their table to the log; raises EyasError."""
     facts = collect(token_files, int(text_config(target).hidden_size), dtype)
     with write_lock(output):
-        write_json(output, facts)
+        write_sealed(output, facts)
     for line in render(facts).splitlines():
         log.info("%s", line)
     log.info("Wrote %s.", output)

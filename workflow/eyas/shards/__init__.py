@@ -6,15 +6,15 @@ from eyas.shards.files import (
     checksum,
     describe_file,
     fingerprint,
-    is_complete,
     publish,
-    read_json,
     write_json,
     write_text,
 )
 from eyas.shards.journal import Journal
 from eyas.shards.locks import write_lock
 from eyas.shards.names import Shard, is_held_out, shard_files, shards_of
+from eyas.shards.ranges import record_path, shards_in, write_record
+from eyas.shards.sealed import check_page, is_complete, parse_json, read_json, write_page, write_sealed
 from eyas.shards.tensor_file import Layout, TensorFileWriter, TensorSpec, ensure_free, read_header
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "TensorFileWriter",
     "TensorSpec",
     "atomic_path",
+    "check_page",
     "checksum",
     "describe_file",
     "ensure_free",
@@ -31,13 +32,19 @@ __all__ = [
     "is_complete",
     "is_held_out",
     "map_arrays",
+    "parse_json",
     "publish",
     "read_header",
     "read_json",
+    "record_path",
     "shard_files",
+    "shards_in",
     "shards_of",
     "write_arrays",
     "write_json",
     "write_lock",
+    "write_page",
+    "write_record",
+    "write_sealed",
     "write_text",
 ]

@@ -13,8 +13,6 @@ from typing import Any
 
 import xxhash
 
-from eyas.errors import EyasError
-
 _CHUNK = 8 << 20
 
 
@@ -68,16 +66,6 @@ def write_json(final: Path, values: Any) -> None:
     write_text(final, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, what: str = "file") -> Any:
-    """Read JSON; raises EyasError that names the file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EyasError(f"{path}: this {what} is missing; run snakemake to build it") from None
-    except (OSError, ValueError) as exc:
-        raise EyasError(f"{path}: this {what} cannot be read ({exc}); delete it and run snakemake again") from None
-
-
 def checksum(path: Path) -> str:
     """`xxh3_128:` and the hex digest of a file's contents."""
     digest = xxhash.xxh3_128()
@@ -126,21 +114,6 @@ def remove_folder(folder: Path) -> None:
         folder.parent.rmdir()
     except OSError:
         pass
-
-
-def is_complete(sidecar: Path, expected_fingerprint: str) -> bool:
-    """Whether the artefact of `sidecar` is finished and was built from the same things.
-
-    The sidecar is written last, so its presence means that the rest is whole.
-    """
-    try:
-        values = json.loads(sidecar.read_text(encoding="utf-8"))
-        files = values["files"]
-        return values["fingerprint"] == expected_fingerprint and all(
-            (sidecar.parent / name).stat().st_size == entry["bytes"] for name, entry in files.items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def describe_file(path: Path) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from eyas.errors import EyasError
 
 ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "BOOL": 1}
 
+# What file systems without fallocate say: there, the free space is compared, but not taken.
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
 # safetensors refuses larger ones too; a damaged length must not make us allocate it.
 _MAX_HEADER = 100_000_000
 
@@ -92,6 +95,11 @@ class TensorFileWriter:
             try:
                 os.posix_fallocate(self._fd, 0, self.layout.nbytes)
             except OSError as exc:
+                if exc.errno in _CANNOT_ALLOCATE:
+                    ensure_free(self.path.parent, self.layout.nbytes, str(self.path))
+                    os.ftruncate(self._fd, self.layout.nbytes)
+                    self._write(self.layout.header, 0)
+                    return self
                 self.close()
                 self.path.unlink(missing_ok=True)
                 if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

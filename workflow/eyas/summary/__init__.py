@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from eyas.shards import read_json, write_json, write_lock, write_text
+from eyas.shards import describe_file, read_json, write_lock, write_sealed, write_text
 from eyas.summary.acceptance import acceptance_facts, acceptance_table, as_text, definition_lines, expected_lengths
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ def write_summary(run: Path, drafters: dict[str, list[int]], output: Path) -> No
     """Write `output` (JSON) and the table beside it (`.txt`)."""
     facts = collect(run, drafters)
     with write_lock(output):
-        write_json(output, facts)
-        write_text(output.with_suffix(".txt"), render(facts, run))
+        text = output.with_suffix(".txt")
+        write_text(text, render(facts, run))
+        write_sealed(output, facts | {"files": {text.name: describe_file(text)}})
     log.info("Wrote %s and %s.", output, output.with_suffix(".txt"))

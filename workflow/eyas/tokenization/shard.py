@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from eyas.shards import (
     is_complete,
     map_arrays,
     write_arrays,
-    write_json,
     write_lock,
+    write_sealed,
 )
 from eyas.shards.files import publish
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer, tokenizer_hashes
@@ -142,12 +142,19 @@ class _Rows:
         }
 
 
-def tokenize_shard(conversations: Path, output: Path, target: TargetReference, settings: dict[str, Any]) -> None:
+def tokenize_shard(
+    conversations: Path,
+    output: Path,
+    target: TargetReference,
+    settings: dict[str, Any],
+    load: Callable[[], Any] | None = None,
+) -> None:
     """Write `output` and its `.json` sidecar for one shard of conversations.
 
     `settings`: max_length, overlong, truncation_side, train_on, reasoning, template_options. A row comes to
     one sequence, or to one for each answer (see :class:`Encoder`); then its id repeats in `row_ids`. Rows
-    that cannot be used are recorded with their reason.
+    that cannot be used are recorded with their reason. `load` gives the target's tokenizer, when several shards
+    share it.
     """
     sidecar = output.with_suffix(".json")
     mark = fingerprint(
@@ -156,9 +163,9 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
     )  # fmt: skip
     with write_lock(output):
         if is_complete(sidecar, mark):
-            log.info("%s was finished by another process in the meantime.", output)
+            log.info("%s is finished already.", output)
             return
-        tokenizer = load_tokenizer(target)
+        tokenizer = load() if load else load_tokenizer(target)
         end_ids = end_of_turn_ids(target, tokenizer)
         encoder = Encoder(tokenizer, end_ids, settings["train_on"], settings["reasoning"], settings["template_options"])
         rows = read_rows(conversations)
@@ -173,7 +180,7 @@ def tokenize_shard(conversations: Path, output: Path, target: TargetReference, s
         staging = output.parent / ".staging" / output.stem
         staging.mkdir(parents=True, exist_ok=True)
         write_arrays(staging / output.name, arrays, {"format": "eyas.tokens", "version": str(FORMAT_VERSION)})
-        write_json(
+        write_sealed(
             staging / sidecar.name,
             {
                 "format_version": FORMAT_VERSION,

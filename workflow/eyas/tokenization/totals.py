@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eyas.errors import EyasError
-from eyas.shards import read_json, write_json, write_lock
+from eyas.shards import read_json, write_lock, write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def write_totals(shards: Sequence[Path], output: Path) -> None:
                 raise EyasError(f"{sidecar}: damaged ({key} is missing); delete it and run snakemake again")
             totals[key] += facts[key]
     with write_lock(output):
-        write_json(output, totals)
+        write_sealed(output, totals)
     log.info(
         "Counted %d tokens (%d supervised) of %d rows.", *(totals[k] for k in ("tokens", "supervised_tokens", "rows"))
     )

@@ -21,8 +21,8 @@ from eyas.shards import (
     read_header,
     read_json,
     write_arrays,
-    write_json,
     write_lock,
+    write_sealed,
 )
 from eyas.versions import VERSIONS
 from eyas.vocabulary.counting import TokenCounts, count_supervised
@@ -190,7 +190,7 @@ def write_map(
             "coverage_curve": coverage_curve(counts, held_out, forced, draft_vocab_size),
             "files": {output.name: describe_file(output)},
         }
-        write_json(sidecar, facts)
+        write_sealed(sidecar, facts)
         log.info(
             "Wrote %s: %d of %d ids, %d distinct among %d supervised tokens; coverage %.4f of the training tokens.",
             output, draft_vocab_size, vocab_size, facts["distinct_tokens"], facts["supervised_tokens"],

@@ -1,4 +1,5 @@
-"""A stand-in for sgl_kernel, of which there is no CPU build on PyPI: what plain serving needs, in torch.
+"""A stand-in for sgl_kernel, of which there is no CPU build on PyPI: what plain serving and EAGLE-3 decoding need, in
+torch.
 
 Every other name can be imported, and raises when it is called.
 """
@@ -10,6 +11,23 @@ import sys
 import types
 
 import torch
+
+from .speculation import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_draft_decode_metadata_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu", "assign_extend_cache_locs_cpu", "assign_req_to_token_pool_cpu",
+    "build_draft_decode_metadata_cpu", "build_tree_kernel_efficient_cpu", "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu", "fill_bonus_tokens_cpu", "verify_tree_greedy_cpu",
+]  # fmt: skip
 
 
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start, end, out_cache_loc, pool_len):

@@ -3,240 +3,42 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import secrets
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from eyas.errors import EyasError
-from eyas.extraction.engines.sglang.client import Client, read_key
+from eyas.extraction.engines.sglang.client import SECTION, Client
 from eyas.extraction.engines.sglang.dumps import DumpFolder
-
-log = logging.getLogger(__name__)
+from eyas.jobs import servers
+from eyas.jobs.server_client import read_key
 
 Probe = Callable[[Client], None]
-_POLL_SECONDS = 0.5
+_TERMS = servers.Terms(SECTION, f"{SECTION}.url", "finished rows are kept")
 
 
-class RunningServer:
+class RunningServer(servers.RunningServer[Client]):
     """A server that somebody else keeps. Waits `outage_minutes` for it to come back."""
 
     def __init__(self, options: dict[str, Any], probe: Probe) -> None:
-        self._options, self._probe = options, probe
-        key = read_key(options["api_key_env"])
-        self.client = Client(options["url"], key, options["timeout_seconds"])
-        self.absences = 0
-        self._lock = threading.Lock()
-        self._tried = False
-        self._stopped = threading.Event()
-
-    def start(self) -> None:
-        """Check that it is there and captures; raises EyasError."""
-        self.wait()
-        if not self._tried:
-            self._probe(self.client)
-            self._tried = True
-
-    def wait(self) -> None:
-        """Return when the server answers; raises EyasError after the outage."""
-        with self._lock:  # one asks, the others wait for what it finds
-            started = time.monotonic()
-            pause = _POLL_SECONDS
-            while not self.client.healthy():
-                waited = time.monotonic() - started
-                if waited >= 60 * self._options["outage_minutes"]:
-                    raise EyasError(
-                        f"extraction.sglang.url: {self.client.url} does not answer since {waited / 60:.1f} minutes;"
-                        " finished rows are kept: start the server and run snakemake again"
-                    )
-                if pause == _POLL_SECONDS:
-                    self.absences += 1
-                log.warning("%s does not answer; waiting.", self.client.url)
-                if self._stopped.wait(pause):
-                    raise EyasError(f"extraction.sglang.url: the job was stopped while {self.client.url} was away")
-                pause = min(2 * pause, 15.0)
-
-    def interrupt(self) -> None:
-        """Whoever waits for the server stops."""
-        self._stopped.set()
-
-    def close(self) -> None:
-        self.interrupt()
-        self.client.close()
+        client = Client(options["url"], read_key(options["api_key_env"], SECTION), options["timeout_seconds"])
+        super().__init__(client, options["outage_minutes"], probe, _TERMS)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class OwnServer:
-    """A server of this job, on loopback with a random key. Started when it is first needed; ended by :meth:`close`,
-    and by its guard however this process ends."""
+class OwnServer(servers.OwnServer[Client]):
+    """A server of this job, which writes states of `layers` to the folder of `dumps`."""
 
     def __init__(
         self, command: list[str], options: dict[str, Any], layers: list[int], dumps: DumpFolder, log_file: Path,
         probe: Probe,
     ) -> None:  # fmt: skip
-        self._command, self._options, self._layers = command, options, layers
-        self._dumps, self._log_file, self._probe = dumps, log_file, probe
-        self._key = secrets.token_urlsafe(24)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.RLock()
-        self._starts = 0
-        self.absences = 0
-        self._stopped = threading.Event()
-        self._client: Client | None = None
-
-    @property
-    def client(self) -> Client:
-        assert self._client
-        return self._client
-
-    # ---- start
-
-    def start(self) -> None:
-        """Start the server and wait until a probe is captured rightly; raises EyasError."""
-        with self._lock:
-            if self._process is None:
-                self._begin()
-
-    def _begin(self) -> None:
-        self._require_wanted()
-        self._starts += 1
-        port = _free_port()
-        # The key goes by a file that only we can read: command lines are there for all to see.
-        config = self._dumps.path / ".server.yaml"
-        fd = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(fd, "w", encoding="utf-8") as file:
-            json.dump({"api-key": self._key}, file)
-        command = [*self._command, "--host", "127.0.0.1", "--port", str(port), "--config", str(config)]
-        environment = {
-            **os.environ, **self._options["environment"], "PYTHONUNBUFFERED": "1",
-            "EYAS_CAPTURE_DIR": str(self._dumps.path), "EYAS_CAPTURE_LAYERS": json.dumps(self._layers),
+        environment = options["environment"] | {
+            "EYAS_CAPTURE_DIR": str(dumps.path), "EYAS_CAPTURE_LAYERS": json.dumps(layers),
         }  # fmt: skip
-        for name in ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRANSFORMERS_VERBOSITY"):
-            if name not in self._options["environment"]:
-                environment.pop(name, None)  # this job's own, not the server's
-        log.info("Starting the server (log: %s).", self._log_file)
-        with self._open_log() as output:
-            output.write(f"\n==== start {self._starts}: {time.strftime('%F %T')}\n".encode())
-            output.flush()
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("guard.py")), str(config), "--", *command],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True,
-            )  # fmt: skip
-        self._client = Client(f"http://127.0.0.1:{port}", self._key, self._options["timeout_seconds"])
-        self._wait_until_ready()
 
-    def _open_log(self) -> IO[bytes]:
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        return open(self._log_file, "ab", buffering=0)
+        def connect(url: str, key: str) -> Client:
+            return Client(url, key, options["timeout_seconds"])
 
-    def _wait_until_ready(self) -> None:
-        started = said = time.monotonic()
-        while not self.client.healthy():
-            self._require_wanted()
-            self._require_alive("while it was starting")
-            now = time.monotonic()
-            if now - started > 60 * self._options["start_minutes"]:
-                self._end()
-                minutes = self._options["start_minutes"]
-                raise EyasError(
-                    f"extraction.sglang.start_minutes: the server was not ready within {minutes:g} minutes;"
-                    f" its log is {self._log_file}"
-                )
-            if now - said > 60:
-                said = now
-                log.info("The server is loading the target since %.0f s.", now - started)
-            time.sleep(_POLL_SECONDS)
-        self._probe(self.client)
-        log.info("The server is ready after %.0f s.", time.monotonic() - started)
-
-    def _require_wanted(self) -> None:
-        """A server that is ended because the job is must not be started again by a row that misses it."""
-        if self._stopped.is_set():
-            self._end()
-            raise EyasError("the job was stopped while a row waited for its server")
-
-    def _require_alive(self, when: str) -> None:
-        assert self._process
-        code = self._process.poll()
-        if code is not None:
-            self._end()
-            raise EyasError(
-                f"the server ended {when} with exit code {code}: {self._last_words()} (log: {self._log_file})"
-            )
-
-    def _last_words(self) -> str:
-        """The last line of the log that tells something."""
-        try:
-            with open(self._log_file, "rb") as file:
-                file.seek(max(os.path.getsize(self._log_file) - 8192, 0))
-                lines = file.read().decode("utf-8", "replace").splitlines()
-        except OSError:
-            return "no log"
-        lines = [line.strip() for line in lines if line.strip()]
-        errors = [line for line in lines if "Error" in line or "error:" in line]
-        words = (errors or lines or ["no words"])[-1][:300]
-        return self._client.said(words) if self._client else words
-
-    # ---- keep
-
-    def wait(self) -> None:
-        """Return when the server answers, having started it again where it died; raises EyasError."""
-        with self._lock:
-            deadline = time.monotonic() + 60.0
-            away = False
-            while self._process and self._process.poll() is None:
-                self._require_wanted()
-                if self.client.healthy():
-                    return
-                self.absences += not away
-                away = True
-                if time.monotonic() > deadline:
-                    log.warning("The server lives and does not answer; ending it.")
-                    break
-                time.sleep(_POLL_SECONDS)
-            self._require_wanted()
-            self.absences += not away
-            code = self._process.poll() if self._process else None
-            words = self._last_words()
-            self._end()
-            if self._starts > self._options["restarts"]:
-                raise EyasError(
-                    f"the server died {self._starts} times (exit code {code}: {words}); extraction.sglang.restarts"
-                    f" allows {self._options['restarts']}. Finished rows are kept; its log is {self._log_file}"
-                )
-            log.warning("The server died (exit code %s: %s); starting it again.", code, words)
-            self._begin()
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin
-        process.stdin.close()  # the guard ends everything
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()  # the kernel ends the server with it
-            process.wait()
-
-    def interrupt(self) -> None:
-        """End the server, and with it the requests that are under way; it is not started again."""
-        self._stopped.set()
-        self._end()
-
-    def close(self) -> None:
-        self.interrupt()
-        if self._client:  # not before: requests may still be under way
-            self._client.close()
+        super().__init__(
+            command, environment, dumps.path, log_file, options["start_minutes"], options["restarts"], connect, probe,
+            _TERMS,
+        )  # fmt: skip

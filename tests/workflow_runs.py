@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[1]
 ROWS = 40
 
 
@@ -51,7 +51,7 @@ class Result:
     @property
     def jobs(self) -> dict[str, int]:
         """Jobs of a dry run by rule, from Snakemake's own table."""
-        table = re.findall(r"^(\w+) +(\d+)$", self.text.split("Reasons:")[0], re.M)
+        table = re.findall(r"^([\w-]+) +(\d+)$", self.text.split("Reasons:")[0], re.M)
         return {name: int(count) for name, count in table if name not in ("all", "total")}
 
     @property

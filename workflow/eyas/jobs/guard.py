@@ -4,7 +4,8 @@ What the server prints is passed on without the key in KEY_FILE: servers print t
 
 The job holds the other end of this process's standard input. When that closes, however the job ended, or when a
 signal comes, the server and everything it started are ended: SIGTERM, then SIGKILL. When the server ends by itself,
-what it left is ended and its exit code passed on. Should this process be killed, the kernel kills the server.
+what it left is ended and its exit code passed on. KEY_FILE is deleted at the end.
+Should this process be killed, the kernel kills the server.
 """
 
 from __future__ import annotations
@@ -161,4 +162,11 @@ def main(command: list[str], secret: bytes) -> int:
 if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:
         key = json.load(file)["api-key"].encode()
-    sys.exit(main(sys.argv[sys.argv.index("--") + 1 :], key))
+    try:
+        code = main(sys.argv[sys.argv.index("--") + 1 :], key)
+    finally:
+        try:
+            os.unlink(sys.argv[1])
+        except OSError:  # the job has removed it, or its folder
+            pass
+    sys.exit(code)

@@ -1,0 +1,2 @@
+#!/bin/sh
+exec kubectl delete job --ignore-not-found --wait=false "$@"
