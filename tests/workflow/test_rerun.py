@@ -92,9 +92,10 @@ def test_another_evaluation_writes_cards_and_exports_nothing(finished: Workdir) 
 def test_deleted_exports_are_noticed(finished: Workdir) -> None:
     export = finished.run_folder / "drafters" / "small" / "export"
     (export / "sglang" / "README.md").unlink()
-    assert finished.dry_run().jobs == {"export_cards": 1, "summarise": 1}
+    assert finished.dry_run().jobs == {"export_cards": 1, "summarise": 1, "write_report": 1}
     (export / "vllm" / "model.safetensors").unlink()
-    assert finished.dry_run().jobs == {"export_drafter": 1, "export_cards": 1, "summarise": 1}
+    jobs = {"export_drafter": 1, "export_cards": 1, "summarise": 1, "write_report": 1}
+    assert finished.dry_run().jobs == jobs
 
 
 def test_runtime_settings_re_run_nothing(finished: Workdir) -> None:
