@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from workflow_runs import CHECKOUT, Workdir
 
+pytestmark = pytest.mark.timeout(1800)  # a whole run, on machines that do other things too
 EVALUATION = "results/tiny/drafters/small/evaluation.json"
 
 
