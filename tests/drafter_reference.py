@@ -257,7 +257,11 @@ def file_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def read_json_file(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """A JSON file's values, without the digest that seals it."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(values, dict):
+        values.pop("digest", None)
+    return values
 
 
 KILL_AFTER_TWO = """

@@ -62,10 +62,10 @@ def kills() -> dict[str, list[Callable[[], None]]]:
     return found | {
         "steps_again_and_again": [kill(torch.optim.AdamW, "step", 2) for _ in range(STEPS - 1)],
         "tensors_half_written": [kill(safetensors.torch, "save_file", 2, half=True)],
-        "tensors_without_facts": [kill(resume_module, "write_json", 2)],
+        "tensors_without_facts": [kill(resume_module, "write_sealed", 2)],
         "old_save_half_removed": [kill(resume_module.Path, "unlink", 8)],
         "result_half_written": [kill(safetensors.torch, "save_file", STEPS, half=True)],
-        "result_without_facts": [kill(checkpoint_module, "write_json", 2)],
+        "result_without_facts": [kill(checkpoint_module, "write_sealed", 1)],
         "result_half_published": [kill(files_module.os, "link", 3)] * 2,
         "staging_half_removed": [kill(files_module, "remove_folder", 1)],
     }

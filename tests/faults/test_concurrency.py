@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Faults
+from ledger import Faults
 from workflow_runs import CHECKOUT, Workdir, new_workdir
 
 GOAL = "results/tiny/hidden_states/data_config.json"

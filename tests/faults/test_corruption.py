@@ -10,9 +10,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from conftest import Faults
 from eyas.cli.verify import verify_run
 from eyas.errors import EyasError
+from ledger import Faults
 from workflow_runs import Workdir
 
 NOT_ARTEFACTS = {"logs", "benchmarks"}

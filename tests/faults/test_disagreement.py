@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Faults
 from eyas.cli.verify import verify_run
+from ledger import Faults
 from workflow_runs import Workdir
 
 GOAL = "results/tiny/drafters/small/epoch_2/model.safetensors"

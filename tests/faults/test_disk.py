@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Faults
 from drafter_reference import random_rows, save_llama, write_tokens
 from eyas.errors import EyasError
 from eyas.extraction.shard import extract_shard
 from eyas.target.tokenizer import TargetReference
+from ledger import Faults
 from workflow_runs import Workdir, new_workdir
 
 LENGTHS = [5, 1, 17, 9, 9, 3, 12]

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Faults
 from eyas.config.schema import PromptFiles
 from eyas.conversations.prompts import write_prompts
 from eyas.extraction.engines.base import Captured, CapturedRow
@@ -20,6 +19,7 @@ from eyas.extraction.shard import extract_shard
 from eyas.shards import Shard, shards_of
 from eyas.target.tokenizer import TargetReference
 from eyas.tokenization.shard import tokenize_shard
+from ledger import Faults
 
 WIDTH = 64  # of the tiny target
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from conftest import Faults
 from eyas.config import check_config, read_config
 from eyas.config.schema import PromptFiles
 from eyas.conversations.prompts import write_prompts
@@ -23,6 +22,7 @@ from eyas.errors import EyasError
 from eyas.extraction.manifest import read_manifest
 from eyas.shards import Shard, map_arrays, read_header, read_json, write_arrays
 from eyas.tokenization import read_tokens
+from ledger import Faults
 from workflow_runs import CHECKOUT, Workdir, tiny_settings
 
 DEEP = 200_000

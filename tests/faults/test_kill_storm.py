@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Faults
+from ledger import Faults
 from workflow_runs import Workdir, new_workdir
 
 VICTIMS = {

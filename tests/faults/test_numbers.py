@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import Faults
 from drafter_reference import random_rows, save_llama, write_tokens
 from eyas.errors import EyasError
 from eyas.extraction.shard import extract_shard
+from ledger import Faults
 from safetensors.torch import load_file
 
 LAYERS = [0, 1, 2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Faults
 from fake_endpoint import FakeEndpoint
+from ledger import Faults
 from workflow_runs import Workdir
 
 KEY = "sk-canary-7f3a91d2c4-do-not-show"

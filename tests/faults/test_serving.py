@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Faults
 from eyas.errors import EyasError
 from eyas.extraction.engines.sglang.dumps import DumpFolder, DumpRefused, open_dump
+from ledger import Faults
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow" / "capture"))
 from eyas_capture.writer import Dump as DumpWriter

@@ -13,7 +13,7 @@ from eyas.cli.verify import verify_run
 from eyas.conversations import Row, write_rows
 from eyas.extraction.manifest import write_manifest
 from eyas.extraction.shard import extract_shard
-from eyas.shards import describe_file, write_json
+from eyas.shards import describe_file, write_page, write_sealed
 
 
 def test_doctor_reports_what_is_there(capsys, tmp_path) -> None:
@@ -51,19 +51,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (run / stage).mkdir(parents=True)
         file = run / stage / "rows_0-4.jsonl"
         write_rows(file, [Row(number, "set") for number in range(4)])
-        facts = {"rows": 4, "shard_rows": 4, "files": {file.name: describe_file(file)}}
-        write_json(run / stage / ("index.json" if stage == "prompts" else "rows_0-4.json"), facts)
+        described = [file]
+        if stage == "prompts":
+            described.append(file.with_name("skipped.jsonl"))
+            described[1].write_text("")
+        facts = {"rows": 4, "shard_rows": 4, "files": {path.name: describe_file(path) for path in described}}
+        write_sealed(run / stage / ("index.json" if stage == "prompts" else "rows_0-4.json"), facts)
     rows = [(row, *rest) for row, (_, *rest) in zip(ROW_IDS, random_rows([5, 7, 4, 9, 3, 6]), strict=True)]
     tokens = write_tokens(run / "tokens" / "rows_0-4.safetensors", rows, skipped=(2,))
     supervised = int(sum(mask.sum() for _, _, mask in rows))
     counts = {"rows": 3, "sequences": 6, "tokens": 34, "supervised_tokens": supervised}
-    write_json(tokens.with_suffix(".json"), read_json_file(tokens.with_suffix(".json")) | counts)
+    write_sealed(tokens.with_suffix(".json"), read_json_file(tokens.with_suffix(".json")) | counts)
     states = run / "hidden_states" / tokens.name
     extract_shard(tokens, states, save_llama(folder / "target"), [0, 1, 3], "float32")
     write_manifest([states], 4, states.parent / "data_config.json")
-    (run / "prompts" / "skipped.jsonl").write_text("")
-    write_json(run / "tokens" / "statistics.json", {"rows": 3})
-    (run / "report.html").write_text("<p>")
+    for name in ("statistics", "totals"):
+        write_sealed(run / "tokens" / f"{name}.json", {"rows": 3})
+    write_sealed(run / "summary.json", {"files": {}})
+    write_page(run / "report.html", "<p>")
     return folder / "results"
 
 
@@ -94,9 +99,9 @@ def test_rows_of_several_sequences_are_well(results: Path) -> None:
 def test_wrong_counts_are_found(results: Path, name: str, key: str, value: object, words: str) -> None:
     path = results / "several" / name
     whole = path.read_bytes()
-    facts = json.loads(whole)
+    facts = read_json_file(path)
     try:
-        write_json(path, facts | {key: facts[key] | value if isinstance(value, dict) else value})
+        write_sealed(path, facts | {key: facts[key] | value if isinstance(value, dict) else value})
         found = problems_of(results)
         assert len(found) == 1 and found[0].startswith(str(path.with_suffix("")).removesuffix(".json"))
         assert words in found[0]
@@ -123,7 +128,8 @@ def test_files_that_no_sidecar_describes(results: Path, name: str) -> None:
     whole = path.read_bytes()
     try:
         path.unlink()
-        assert problems_of(results) == [f"{path}: missing; run snakemake to go on"]
+        (problem,) = problems_of(results)
+        assert problem.startswith(f"{path}: ") and "missing" in problem and "snakemake" in problem
         if path.suffix == ".json":
             path.write_text("{")
             (problem,) = problems_of(results)

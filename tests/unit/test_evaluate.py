@@ -23,7 +23,7 @@ from eyas.drafter.trainer import train_epoch
 from eyas.errors import EyasError
 from eyas.extraction.manifest import read_manifest
 from eyas.plan import RunPlan, begin_record, plan_run
-from eyas.shards import write_json
+from eyas.shards import read_json, write_json, write_sealed
 from eyas.summary.acceptance import acceptance_facts, render_acceptance
 from eyas.target.tokenizer import TargetReference, tokenizer_hashes
 from eyas.vocabulary.mapping import build_map
@@ -69,7 +69,7 @@ def evaluated(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Ev
         conversations.append(Row(start, "s", messages))
     extracted(run, reference, [rows])
     facts = run / "hidden_states" / "data_config.json"  # with the real hashes, which `extracted` does not know
-    write_json(facts, json.loads(facts.read_text()) | tokenizer_hashes(tokenizer))
+    write_sealed(facts, read_json(facts) | tokenizer_hashes(tokenizer))
     manifest = read_manifest(facts)
     (run / "conversations").mkdir()
     write_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", conversations)

@@ -15,7 +15,7 @@ from eyas.errors import EyasError
 from eyas.extraction.shard import shard_layout
 from eyas.report import statistics
 from eyas.report.statistics import LENGTH_EDGES, collect, describe_lengths, kind_of, render
-from eyas.shards import write_arrays, write_json
+from eyas.shards import write_arrays, write_json, write_sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,6 +211,6 @@ def test_script_writes_what_the_shards_say(tmp_path: Path):
     command = [sys.executable, SCRIPTS / "describe_tokens.py", *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    write_json(tmp_path / "again.json", collect(files, 64, "bfloat16"))
+    write_sealed(tmp_path / "again.json", collect(files, 64, "bfloat16"))
     assert (tmp_path / "statistics.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     assert "4 used, 6 skipped; 5 sequences" in done.stderr

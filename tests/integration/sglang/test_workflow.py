@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from servers import ARGUMENTS, CHECKOUT, expected_states, sglang_settings
-
-sys.path.insert(0, str(CHECKOUT / "tests" / "workflow"))
-
 from eyas.target.tokenizer import TargetReference
+from safetensors.torch import load_file
+from servers import ARGUMENTS, expected_states, sglang_settings
 from workflow_runs import Workdir, new_workdir
 
 STATES = [
