@@ -106,7 +106,7 @@ def evaluated(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Ev
         RunFiles(run, len(rows), 100), reference, folder / "epoch_4", folder / "epoch_0",
         json.loads(plan.evaluation_settings), output,
     )  # fmt: skip
-    return Evaluated(path, plan, json.loads(output.read_text()))
+    return Evaluated(path, plan, read_json(output))
 
 
 FIGURES = {
