@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for a hub
 sys.path.insert(0, str(Path(__file__).parent))
+hypothesis.settings.register_profile("eyas", deadline=None)  # how long an example takes says nothing on a busy machine
+hypothesis.settings.load_profile("eyas")
 
 if TYPE_CHECKING:
     from workflow_runs import Workdir
