@@ -136,16 +136,17 @@ class Workdir:
 
 
 def without_times(name: str, content: bytes) -> bytes:
-    """A file's contents without wall-clock times: two runs never agree on those."""
+    """A file's contents without wall-clock times, and digests of them: two runs never agree on those."""
     if name in ("summary.txt", "report.html") or name.endswith("/README.md"):
         return b""  # they show the figures that summary.json and evaluation.json hold
+    timed = ("seconds", "speedup", "digest", "summary.txt", "README.md")
 
     def stripped(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: stripped(entry) for key, entry in value.items() if key not in ("seconds", "speedup")}
+            return {key: stripped(entry) for key, entry in value.items() if key not in timed}
         return value
 
-    if name == "summary.json" or name.endswith("/evaluation.json"):
+    if name == "summary.json" or name.endswith(("/evaluation.json", "/provenance.json")):
         return json.dumps(stripped(json.loads(content))).encode()
     return content
 
