@@ -13,9 +13,18 @@ sys.path.insert(0, str(Path(workflow.basedir) / "workflow"))
 
 from eyas.errors import EyasError
 from eyas.extraction.space import describe, run_space
-from eyas.plan import WorkingFolder, begin_record, end_record, is_dry_run, plan_run, prepare_environment
+from eyas.plan import (
+    WorkingFolder,
+    begin_record,
+    end_record,
+    is_dry_run,
+    plan_run,
+    prepare_environment,
+    remember_min_job_age,
+)
 
 prepare_environment(Path(workflow.basedir))
+remember_min_job_age(sys.modules.get("snakemake_executor_plugin_slurm"))
 
 # A configuration given with --configfile stands alone; it is not merged with the default one.
 DEFAULT_CONFIG = "config/config.yaml"
