@@ -479,12 +479,9 @@ def respond(
 
 
 def write_prompts(folder: Path, rows: list[Row], name: str) -> Path:
-    from eyas.conversations import write_rows
+    from recorded_rows import write_recorded_rows
 
-    prompts = folder / "prompts" / f"{name}.jsonl"
-    prompts.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(prompts, rows)
-    return prompts
+    return write_recorded_rows(folder / "prompts" / f"{name}.jsonl", rows, folder / "prompts" / "index.json")
 
 
 def respond_command(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from drafter_reference import TRAINING, extracted
 from eyas.cli.main import main
-from eyas.conversations import Row, write_rows
+from eyas.conversations import Row
 from eyas.decoding import offline
 from eyas.decoding.evaluate import RunFiles, evaluate
 from eyas.drafter.checkpoint import load_drafter
@@ -27,6 +27,7 @@ from eyas.shards import read_json, write_json, write_sealed
 from eyas.summary.acceptance import acceptance_facts, render_acceptance
 from eyas.target.tokenizer import TargetReference, tokenizer_hashes
 from eyas.vocabulary.mapping import build_map
+from recorded_rows import write_recorded_rows
 from safetensors.torch import load_file, save_file
 from tiny import WORDS, answer, question
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,7 +73,7 @@ def evaluated(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Ev
     write_sealed(facts, read_json(facts) | tokenizer_hashes(tokenizer))
     manifest = read_manifest(facts)
     (run / "conversations").mkdir()
-    write_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", conversations)
+    write_recorded_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", conversations)
     write_json(run / "prompts" / "index.json", {"rows": len(rows), "shard_rows": 100})
     counts = np.bincount(np.concatenate([ids for _, ids, _ in rows]), minlength=len(tokenizer))
     sizes = dict.fromkeys(

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from eyas.cli.inspect import decode_pieces, printable
 from eyas.cli.main import main
-from eyas.conversations import Row, write_rows
+from eyas.conversations import Row
 from eyas.shards import write_json
 from eyas.target.tokenizer import TargetReference
 from eyas.tokenization import tokenize_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_rows import write_recorded_rows
 from tiny import make_tokenizer, tiny_config
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -61,8 +62,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stage in ("prompts", "conversations", "tokens"):
         (run / stage).mkdir(parents=True)
     write_json(run / "prompts" / "index.json", {"rows": 6, "shard_rows": 4, "files": {}})
-    write_rows(run / "conversations" / "rows_0-4.jsonl", ROWS)
-    write_rows(run / "conversations" / "rows_4-6.jsonl", [Row(n, "set", ROWS[0].messages) for n in (4, 5)])
+    write_recorded_rows(run / "conversations" / "rows_0-4.jsonl", ROWS)
+    write_recorded_rows(run / "conversations" / "rows_4-6.jsonl", [Row(n, "set", ROWS[0].messages) for n in (4, 5)])
     tokenize_shard(
         run / "conversations" / "rows_0-4.jsonl", run / "tokens" / "rows_0-4.safetensors",
         TargetReference(str(folder / "target")), {

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_families import FAMILIES, FREE, Encoded, Family, Message, plan, reference, without_thinking
-from eyas.conversations import Row, write_rows
+from eyas.conversations import Row
 from eyas.target.chat import ChatTemplate
 from eyas.target.tokenizer import TargetReference, TemplateRefusal
 from eyas.tokenization import read_tokens, tokenize_shard
 from eyas.tokenization.mask import Encoder, UnusableRow
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from recorded_rows import write_recorded_rows
 from tiny import tiny_config
 
 TOOLS = [
@@ -528,7 +529,7 @@ def shard(
     if not folder.exists():
         family.tokenizer.save_pretrained(folder)
         tiny_config(len(family.tokenizer), eos_token_id=family.end_ids).save_pretrained(folder)
-    write_rows(tmp_path / "in.jsonl", rows)
+    write_recorded_rows(tmp_path / "in.jsonl", rows)
     output = tmp_path / "tokens" / f"rows_0-{len(rows)}.safetensors"
     values = {
         "max_length": 1000, "overlong": "skip", "truncation_side": "right", "train_on": "all_turns",

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eyas.conversations import Row, write_rows
+from eyas.conversations import Row
 from eyas.conversations.formats import UnusableRecord, read_content
 from eyas.decoding.prompt_sets import Conversations, PromptSet, file_questions, normalised, read_prompt_sets
 from eyas.errors import EyasError
 from eyas.target.chat import ChatTemplate
+from recorded_rows import write_recorded_rows
 from test_inspect import TEMPLATE, TOOLS, say
 from tiny import make_tokenizer
 
@@ -25,7 +26,7 @@ def save_rows(folder: Path, rows: list[Row], shard_rows: int = 4) -> Conversatio
     count = max(row.row for row in rows) + 1
     for start in range(0, count, shard_rows):
         end = min(start + shard_rows, count)
-        write_rows(folder / f"rows_{start}-{end}.jsonl", [row for row in rows if start <= row.row < end])
+        write_recorded_rows(folder / f"rows_{start}-{end}.jsonl", [row for row in rows if start <= row.row < end])
     return Conversations(folder, count, shard_rows, EVERY)
 
 

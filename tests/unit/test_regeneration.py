@@ -10,12 +10,13 @@ import eyas.regeneration.generate as generate_module
 import pytest
 import torch
 from drafter_reference import read_json_file, run_killed
-from eyas.conversations import Row, read_rows, write_rows
+from eyas.conversations import Row, read_rows
 from eyas.regeneration.generate import Reply, Sampling, _choose, generate
 from eyas.regeneration.responses import respond_shard
 from eyas.shards import checksum
 from eyas.target.model import TargetModel, load_target
 from eyas.target.tokenizer import TargetReference
+from recorded_rows import write_recorded_rows
 from tiny import answer, question
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -130,7 +131,7 @@ def test_temperature_zero_takes_the_best() -> None:
 def respond(folder: Path, target: Path, rows: list[Row], batch_rows: int = 2, **changes: Any) -> tuple[list[Row], dict]:
     """Run one shard; returns its rows and its sidecar."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "prompts.jsonl", rows)
+    write_recorded_rows(folder / "prompts.jsonl", rows, folder / "index.json")
     output = folder / "rows_0-9.jsonl"
     respond_shard(folder / "prompts.jsonl", output, TargetReference(str(target)), SETTINGS | changes, batch_rows)
     facts = read_json_file(output.with_suffix(".json"))
@@ -238,7 +239,8 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_bytes(
     respond(tmp_path / "whole", tiny_target, rows, **sampled)
     killed = tmp_path / "killed"
     killed.mkdir()
-    shutil.copy(tmp_path / "whole" / "prompts.jsonl", killed)
+    for name in ("prompts.jsonl", "index.json"):
+        shutil.copy(tmp_path / "whole" / name, killed)
     run_killed(f"""
 from eyas.regeneration.responses import respond_shard
 folder, target = Path({str(killed)!r}), TargetReference({str(tiny_target)!r})

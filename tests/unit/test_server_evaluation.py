@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from decoding_world import build_world
-from eyas.conversations import Row, write_rows
+from eyas.conversations import Row
 from eyas.decoding import evaluate as in_process
 from eyas.decoding import loops
 from eyas.decoding.acceptance import StepAcceptance
@@ -30,6 +30,7 @@ from eyas.summary.acceptance import acceptance_facts, render_acceptance
 from eyas.target.model import TargetModel
 from eyas.target.tokenizer import TargetReference
 from fake_decoding_server import FakeDecoder, continuation, rounds_of
+from recorded_rows import write_recorded_rows
 from tiny import WORDS, answer, question
 
 FAKE = Path(__file__).parents[1] / "fake_decoding_server.py"
@@ -66,7 +67,7 @@ def run_folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         for start in range(len(WORDS) - 1)
     ]
     (run / "conversations").mkdir()
-    write_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", rows)
+    write_recorded_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", rows)
     lines = [json.dumps({"question": f"say {word} ?"}) + "\n" for word in WORDS[:9]]
     (run / "set.jsonl").write_text("".join([*lines, json.dumps({"question": question(0)}) + "\n"]))
     return run

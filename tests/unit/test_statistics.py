@@ -15,7 +15,7 @@ from eyas.errors import EyasError
 from eyas.extraction.shard import shard_layout
 from eyas.report import statistics
 from eyas.report.statistics import LENGTH_EDGES, collect, describe_lengths, kind_of, render
-from eyas.shards import write_arrays, write_json, write_sealed
+from eyas.shards import describe_file, write_arrays, write_json, write_sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def shard(folder: Path, name: str, masks: list[str], row_ids: list[int], **facts
         "truncated": [],
         "cut_off": 0,
     }
-    write_json(path.with_suffix(".json"), said | facts)
+    write_json(path.with_suffix(".json"), said | {"files": {path.name: describe_file(path)}} | facts)
     return path
 
 
@@ -191,7 +191,7 @@ def test_sidecars_that_contradict_the_shard_are_refused(tmp_path: Path, wrong: d
 
 
 def test_missing_shards_are_one_clear_error(tmp_path: Path):
-    with pytest.raises(EyasError, match=r"rows_0-2\.safetensors: this file is missing"):
+    with pytest.raises(EyasError, match=r"rows_0-2\.safetensors: this tokens shard is missing"):
         collect([tmp_path / "rows_0-2.safetensors"], HIDDEN, "bfloat16")
 
 

@@ -6,10 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-from eyas.conversations import Row, read_rows, write_rows
+from eyas.conversations import Row, read_rows
 from eyas.regeneration.responses import respond_shard
 from eyas.target.tokenizer import TargetReference
 from eyas.tokenization import read_tokens, tokenize_shard
+from recorded_rows import write_recorded_rows
 
 REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages here') }}{% endif %}"
 
@@ -20,9 +21,10 @@ def test_a_refused_row_is_skipped_with_its_reason(tiny_target: Path, tmp_path: P
     template.write_text(REFUSING + template.read_text())
     target = TargetReference(str(folder))
     user = {"role": "user", "content": "what follows baba ?"}
-    write_rows(
+    write_recorded_rows(
         tmp_path / "rows_0-2.jsonl",
         [Row(0, "a:1", [{"role": "system", "content": "Be brief."}, user]), Row(1, "a:2", [user])],
+        index=tmp_path / "index.json",
     )
     settings = {
         "engine": "transformers", "max_new_tokens": 4, "temperature": 0.0, "top_p": 1.0, "truncated": "keep",
@@ -36,9 +38,8 @@ def test_a_refused_row_is_skipped_with_its_reason(tiny_target: Path, tmp_path: P
 
     # the data's own answers meet the template only when they are tokenised
     kept = tmp_path / "kept" / "rows_0-2.jsonl"
-    kept.parent.mkdir()
     answer = {"role": "assistant", "content": "bado baki"}
-    write_rows(
+    write_recorded_rows(
         kept, [Row(0, "a:1", [{"role": "system", "content": "Be brief."}, user, answer]), Row(1, "a:2", [user, answer])]
     )
     tokens = tmp_path / "tokens" / "rows_0-2.safetensors"

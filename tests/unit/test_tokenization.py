@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eyas.conversations import Row, write_rows
+from eyas.conversations import Row
 from eyas.errors import EyasError
 from eyas.shards import map_arrays
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, tokenizer_hashes
@@ -16,6 +16,7 @@ from eyas.tokenization import read_tokens, tokenize_shard
 from eyas.tokenization.mask import Encoder, UnusableRow
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from recorded_rows import write_recorded_rows
 from tiny import TEMPLATE, make_tokenizer, tiny_config
 
 Messages = list[dict[str, str]]
@@ -190,7 +191,7 @@ LIMIT = 60
 
 
 def shard(tmp_path: Path, target: TargetReference, rows: list[Row], overlong: str) -> tuple[Path, dict[str, Any]]:
-    write_rows(tmp_path / "in.jsonl", rows)
+    write_recorded_rows(tmp_path / "in.jsonl", rows)
     output = tmp_path / "tokens" / "rows_10-16.safetensors"
     tokenize_shard(
         tmp_path / "in.jsonl",

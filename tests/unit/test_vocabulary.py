@@ -44,7 +44,12 @@ def token_file(path: Path, rows: dict[int, list[tuple[int, int]]], sources: dict
     of_rows = [(sources or {}).get(row, "chat") for row in rows]
     names = list(dict.fromkeys(of_rows))
     write_json(
-        path.with_suffix(".json"), {"sources": names, "source_of_sequence": [names.index(name) for name in of_rows]}
+        path.with_suffix(".json"),
+        {
+            "sources": names,
+            "source_of_sequence": [names.index(name) for name in of_rows],
+            "files": {path.name: describe_file(path)},
+        },
     )
     return path
 
@@ -375,10 +380,19 @@ def test_other_sources_make_another_map_file(tmp_path: Path):
 def test_missing_files_are_one_clear_error(tmp_path: Path):
     file = token_file(tmp_path / "rows_0-5.safetensors", {0: ROWS[0]})
     file.with_suffix(".json").unlink()
-    with pytest.raises(EyasError, match=r"rows_0-5\.json: this tokens sidecar is missing"):
+    with pytest.raises(EyasError, match=r"rows_0-5\.json: this tokens shard's record is missing"):
         write_map([file], VOCABULARY, 3, 5, [11], [], tmp_path / "3.safetensors")
     file.unlink()
-    with pytest.raises(EyasError, match=r"rows_0-5\.safetensors: this file is missing"):
+    with pytest.raises(EyasError, match=r"rows_0-5\.safetensors: this tokens shard is missing"):
+        write_map([file], VOCABULARY, 3, 5, [11], [], tmp_path / "3.safetensors")
+
+
+def test_damaged_tokens_are_refused(tmp_path: Path):
+    file = token_file(tmp_path / "rows_0-5.safetensors", {0: ROWS[0]})
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(EyasError, match=r"rows_0-5\.safetensors: this tokens shard is not as .*snakemake .*rows_0-5"):
         write_map([file], VOCABULARY, 3, 5, [11], [], tmp_path / "3.safetensors")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_world import END, World, build_world
-from eyas.conversations import Row, write_rows
+from eyas.conversations import Row
 from eyas.decoding.acceptance import StepAcceptance
 from eyas.decoding.decode import decode
 from eyas.decoding.eagle import EagleProposer
@@ -25,6 +25,7 @@ from eyas.export import export_drafter
 from eyas.plan import plan_run
 from eyas.target.tokenizer import TargetReference
 from plugin_server import SglangServer, sglang_server
+from recorded_rows import write_recorded_rows
 from servers import ARGUMENTS, ENVIRONMENT
 from tiny import WORDS, answer, make_target, question
 from transformers import AutoTokenizer
@@ -145,7 +146,7 @@ def test_an_evaluation_with_servers_of_its_own(served: Served, python: str, tmp_
         for start in range(len(WORDS) - 1)
     ]
     (run / "conversations").mkdir()
-    write_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", rows)
+    write_recorded_rows(run / "conversations" / f"rows_0-{len(rows)}.jsonl", rows)
     (tmp_path / "set.jsonl").write_text("".join(json.dumps({"question": f"say {w} ?"}) + "\n" for w in WORDS[:4]))
     values = {
         "name": run.name, "results": str(run.parent), "target": {"path": str(served.target)},

@@ -15,7 +15,7 @@ from eyas.conversations.formats import UnusableRecord, detect, identity_of, read
 from eyas.conversations.sources import Record, read_records
 from eyas.errors import EyasError
 from eyas.jobs import Progress
-from eyas.shards import is_held_out, shards_of
+from eyas.shards import checked, is_held_out, shards_of
 from eyas.target.chat import ChatTemplate
 from eyas.target.tokenizer import TemplateRefusal
 
@@ -67,7 +67,9 @@ class Conversations:
         for shard in shards_of(self.rows, self.shard_rows):
             wanted = {r for r in range(shard.start, shard.end) if is_held_out(r, self.held_out_every) == held_out}
             if wanted:
-                found = read_rows(self.folder / f"{shard.name}.jsonl")
+                file = self.folder / f"{shard.name}.jsonl"
+                checked(file, "shard of conversations")
+                found = read_rows(file)
                 yield from (row for row in found if row.row in wanted and row.skipped is None)
 
 

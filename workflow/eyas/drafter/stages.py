@@ -23,7 +23,7 @@ from eyas.drafter.trainer import train_epoch
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, read_manifest
 from eyas.shards import (
-    checksum,
+    checked,
     describe_file,
     fingerprint,
     is_complete,
@@ -57,8 +57,8 @@ def initialise_checkpoint(
     """Write epoch 0 to `folder`. `settings`: the fields of config.DrafterModel, and `seed`."""
     manifest = read_manifest(manifest_file)
     mark = fingerprint(
-        version=VERSIONS["drafter"], manifest=manifest.digest, vocabulary=checksum(vocabulary_file), settings=settings,
-        start=init_checksum(settings),
+        version=VERSIONS["drafter"], manifest=manifest.digest, settings=settings,
+        vocabulary=checked(vocabulary_file, "vocabulary map"), start=init_checksum(settings),
     )  # fmt: skip
     with _epoch_folder(folder, mark) as wanted:
         if wanted:

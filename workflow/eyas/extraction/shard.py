@@ -21,6 +21,7 @@ from eyas.jobs import BatchProgress
 from eyas.shards import (
     Journal,
     TensorFileWriter,
+    checked,
     describe_file,
     ensure_free,
     fingerprint,
@@ -156,7 +157,7 @@ def extract_shard(
     sidecar = output.with_suffix(".json")
     token_facts = read_json(tokens_file.with_suffix(".json"), "tokens sidecar")
     identity = target_identity(target)
-    source = token_facts["files"][tokens_file.name]["checksum"]
+    source = checked(tokens_file, "tokens shard")
     mark = fingerprint(version=FORMAT_VERSION, target=identity, layers=layers, dtype=dtype, tokens=source)
     with write_lock(output):
         if is_complete(sidecar, mark):

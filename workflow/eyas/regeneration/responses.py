@@ -12,7 +12,7 @@ from eyas.conversations import Row, read_rows, write_rows
 from eyas.errors import EyasError
 from eyas.jobs import Progress
 from eyas.regeneration.replay import Replay, message_of_text
-from eyas.shards import Journal, checksum, describe_file, fingerprint, is_complete, write_lock, write_sealed
+from eyas.shards import Journal, checked, describe_file, fingerprint, is_complete, write_lock, write_sealed
 from eyas.shards.files import publish
 from eyas.target.chat import ChatTemplate
 from eyas.target.tokenizer import TargetReference, TemplateRefusal, end_of_turn_ids, load_tokenizer
@@ -178,8 +178,9 @@ def respond_shard(
     """
     sidecar = output.with_suffix(".json")
     over_endpoint = settings["engine"] == "openai"
+    given = checked(prompts, "shard of prompts", record=prompts.parent / "index.json")
     mark = fingerprint(
-        version=FORMAT_VERSION, settings=settings, prompts=checksum(prompts),
+        version=FORMAT_VERSION, settings=settings, prompts=given,
         target=None if over_endpoint else [target.path, target.revision, target.dtype],
     )  # fmt: skip
     with write_lock(output):

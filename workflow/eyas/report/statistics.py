@@ -15,7 +15,7 @@ from rich.table import Table
 from eyas.errors import EyasError
 from eyas.extraction.layout import shard_bytes
 from eyas.report.parts import percent
-from eyas.shards import read_json, write_lock, write_sealed
+from eyas.shards import checked, read_json, write_lock, write_sealed
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.tokenization import TokenShard, read_tokens
 from eyas.versions import VERSIONS
@@ -57,6 +57,7 @@ class _Collector:
 
     def add(self, file: Path) -> None:
         """Read one shard and its sidecar; raises EyasError when they do not fit each other."""
+        checked(file, "tokens shard")
         shard, sidecar = read_tokens(file), file.with_suffix(".json")
         facts = read_json(sidecar, "tokens sidecar")
         names, of_sequence = sources_of_sequences(file, len(shard))

@@ -14,7 +14,7 @@ from eyas.shards.journal import Journal
 from eyas.shards.locks import write_lock
 from eyas.shards.names import Shard, is_held_out, shard_files, shards_of
 from eyas.shards.ranges import record_path, shards_in, write_record
-from eyas.shards.sealed import check_page, is_complete, parse_json, read_json, write_page, write_sealed
+from eyas.shards.sealed import check_page, checked, is_complete, parse_json, read_json, write_page, write_sealed
 from eyas.shards.tensor_file import Layout, TensorFileWriter, TensorSpec, ensure_free, read_header
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "TensorSpec",
     "atomic_path",
     "check_page",
+    "checked",
     "checksum",
     "describe_file",
     "ensure_free",

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from eyas.errors import EyasError
-from eyas.shards.files import write_text
+from eyas.shards.files import checksum, write_text
 
 _JSON_END = re.compile(rb',\n "digest": "(xxh3_128:[0-9a-f]{32})"\n}\n')
 _PAGE_END = re.compile(rb"<!-- (xxh3_128:[0-9a-f]{32}) -->\n")
@@ -67,6 +67,29 @@ def parse_json(content: bytes, path: str | Path, what: str = "file", sealed: boo
     if sealed and not end:
         raise EyasError(f"{path}: this {what} does not end as it was written; {_rebuild(path)}")
     return values
+
+
+def checked(path: Path, what: str, record: Path | None = None) -> str:
+    """The checksum of a file that an earlier stage finished.
+
+    Raises EyasError when it is not the one in its sidecar (or in `record`): a stage makes nothing of damaged input.
+    """
+    try:
+        found = checksum(path)
+    except FileNotFoundError:
+        raise EyasError(f"{path}: this {what} is missing; run snakemake to build it") from None
+    except OSError as exc:
+        raise EyasError(f"{path}: this {what} cannot be read ({exc}); {_rebuild(path)}") from None
+    record = record or path.with_suffix(".json")
+    try:
+        wanted = read_json(record, f"{what}'s record")["files"][path.name]["checksum"]
+    except (KeyError, TypeError):
+        raise EyasError(f"{record}: it does not describe {path.name}; {_rebuild(record)}") from None
+    if found != wanted:
+        raise EyasError(
+            f"{path}: this {what} is not as it was written (checksum {found}, {wanted} was written); {_rebuild(path)}"
+        )
+    return found
 
 
 def write_page(final: Path, page: str) -> None:

@@ -14,7 +14,7 @@ from eyas.conversations import Row, read_rows
 from eyas.errors import EyasError
 from eyas.jobs import Progress
 from eyas.shards import (
-    checksum,
+    checked,
     describe_file,
     fingerprint,
     is_complete,
@@ -158,7 +158,7 @@ def tokenize_shard(
     """
     sidecar = output.with_suffix(".json")
     mark = fingerprint(
-        version=FORMAT_VERSION, settings=settings, conversations=checksum(conversations),
+        version=FORMAT_VERSION, settings=settings, conversations=checked(conversations, "shard of conversations"),
         target=[target.path, target.revision],
     )  # fmt: skip
     with write_lock(output):

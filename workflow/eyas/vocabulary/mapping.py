@@ -13,12 +13,11 @@ import numpy as np
 from eyas.errors import EyasError
 from eyas.shards import (
     atomic_path,
-    checksum,
+    checked,
     describe_file,
     fingerprint,
     is_complete,
     map_arrays,
-    read_header,
     read_json,
     write_arrays,
     write_lock,
@@ -133,9 +132,8 @@ def _warn_of_unseen(counts: np.ndarray, mapping: VocabularyMap, forced: Sequence
 
 
 def _identity(tokens_file: Path) -> list[Any]:
-    """All that a map takes from a tokens shard; raises EyasError when it is not there."""
-    read_header(tokens_file)
-    return [checksum(tokens_file), read_json(tokens_file.with_suffix(".json"), "tokens sidecar")]
+    """All that a map takes from a tokens shard; raises EyasError when it is not there, or not as it was written."""
+    return [checked(tokens_file, "tokens shard"), read_json(tokens_file.with_suffix(".json"), "tokens sidecar")]
 
 
 def write_map(
