@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
+# Two test files at a time, the long ones first: most of the time of a test one core is idle.
+TOGETHER = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo report test test-sglang test-slurm test-browser test-faults lint docs bench clean-venv
 
@@ -17,7 +19,7 @@ report: $(STAMP)
 # The linters, then every test but the injected faults and those that need SGLang or SLURM. Those in a browser are
 # skipped where there is none.
 test: $(STAMP) lint
-	$(VENV)/bin/python -m pytest --ignore tests/integration/sglang --ignore tests/integration/slurm --ignore tests/faults
+	$(VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/integration/sglang --ignore tests/integration/slurm --ignore tests/faults
 
 # The tests against real SGLang servers on the CPU, in an environment that is made first (four minutes, 2.6 GB).
 test-sglang: $(STAMP)

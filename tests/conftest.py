@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models gain nothing by more threads, and lose a lot where the machine is busy. Jobs set their own number.
@@ -30,12 +32,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--faults-page", type=Path, help="page whose table is replaced by this run's")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first: of several workers (pytest-xdist), none begins one when the others have ended."""
+    items.sort(key=lambda item: "unit" in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a trained tiny target; do not write into it."""
     from tiny import make_target
 
-    return make_target(tmp_path_factory.mktemp("target") / "tiny")
+    return made_once(tmp_path_factory, "tiny_target", lambda folder: make_target(folder / "tiny"))
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:
+    """What `make` leaves in a folder, made by one worker for all of them (the others wait)."""
+    shared = factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = shared.parent
+    done = shared / f"{name}.path"
+    with FileLock(shared / f"{name}.lock"):
+        if not done.exists():
+            folder = shared / name
+            shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+            folder.mkdir()
+            done.write_text(str(make(folder)))
+    return Path(done.read_text())
 
 
 @pytest.fixture
@@ -49,11 +72,14 @@ def workdir(tmp_path: Path, tiny_target: Path) -> Workdir:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Workdir:
     """A run that nothing disturbed; do not change it."""
-    from workflow_runs import new_workdir
+    from workflow_runs import Workdir, new_workdir, tiny_settings
 
-    work = new_workdir(tmp_path_factory.mktemp("reference") / "work", tiny_target)
-    work.run()
-    return work
+    def make(folder: Path) -> Path:
+        work = new_workdir(folder / "work", tiny_target)
+        work.run()
+        return work.path
+
+    return Workdir(made_once(tmp_path_factory, "reference", make), tiny_settings(tiny_target))
 
 
 @pytest.fixture

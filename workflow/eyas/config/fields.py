@@ -38,7 +38,8 @@ def runtime(default: Any, **constraints: Any) -> Any:
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    # defer_build: the schema is built once, of the whole, and not of each section as well.
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class Asked(Strict):

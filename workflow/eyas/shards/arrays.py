@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from eyas.errors import EyasError
 from eyas.shards.tensor_file import Layout, TensorFileWriter, read_header
 
+if TYPE_CHECKING:
+    import numpy as np
+
+# numpy is imported where it is used: the Snakefile imports this package and needs none.
 _BITS = {"BF16": "<u2", "F8_E4M3": "u1"}  # numpy has no such dtypes
 _PLAIN = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "F16": "<f2", "U8": "u1", "BOOL": "?"}
 _NUMPY = _PLAIN | _BITS
-_NAMES = {np.dtype(code): name for name, code in _PLAIN.items()}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file (the caller makes it atomic)."""
+    import numpy as np
+
+    names = {np.dtype(code): name for name, code in _PLAIN.items()}
     path.unlink(missing_ok=True)
-    layout = Layout.of({name: (_NAMES[a.dtype], a.shape) for name, a in arrays.items()}, metadata)
+    layout = Layout.of({name: (names[a.dtype], a.shape) for name, a in arrays.items()}, metadata)
     with TensorFileWriter(path, layout) as writer:
         for name, array in arrays.items():
             if array.size:
@@ -28,6 +33,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
 
 def map_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Memory-map tensors of a file (bfloat16 and float8 as their bits); raises EyasError naming what is wrong."""
+    import numpy as np
+
     specs, _ = read_header(path)
     if missing := [name for name in names if name not in specs]:
         raise EyasError(f"{path}: has no tensor {', '.join(missing)}; delete it and run snakemake again to rebuild it")
