@@ -73,6 +73,9 @@ localrules:
 rule all:
     default_target: True
     input:
+        # The other rules take the target's files as `ancient`, and Snakemake does not look at jobs behind such files
+        # when these are made again: they would be left out, in silence.
+        PLAN.target_files,
         # All shards, so that a deleted one is noticed even when everything made from it is there.
         PLAN.response_files.wanted,
         PLAN.token_files.wanted,

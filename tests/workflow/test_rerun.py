@@ -7,8 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import yaml
+from eyas.target.files import MODEL_FILES
 from workflow_runs import CHECKOUT, Workdir
 
 AFTER_TRAINING = {
@@ -159,6 +162,24 @@ def test_the_whole_plan_is_seen_before_any_file_exists(tmp_path: Path) -> None:
     for rule in ("fetch_packaged_file", "convert_gguf", "respond", "extract", "train_epoch", "evaluate", "summarise"):
         assert f"rule {rule}:" in done.stdout + done.stderr
     assert not (tmp_path / "results").exists()
+
+
+def test_a_newer_gguf_file_is_converted_again_and_the_rest_is_planned_too(tmp_path: Path) -> None:
+    """Snakemake does not look at jobs behind an `ancient` file that is made again: they were left out, in silence."""
+    target = yaml.safe_load((CHECKOUT / "config" / "config.yaml").read_text())["target"]
+    folder, gguf = tmp_path / target["path"], tmp_path / target["gguf"]
+    folder.mkdir(parents=True)
+    for name in MODEL_FILES:
+        (folder / name).write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **target["expect"]}))
+    gguf.parent.mkdir(parents=True, exist_ok=True)
+    gguf.write_text("newer")
+    os.utime(gguf, (time.time() + 10, time.time() + 10))
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(CHECKOUT / "Snakefile"), "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rule in ("convert_gguf", "respond", "extract", "train_epoch", "evaluate", "summarise"):
+        assert f"rule {rule}:" in done.stdout + done.stderr
 
 
 def test_parsing_imports_nothing_heavy(workdir: Workdir) -> None:
