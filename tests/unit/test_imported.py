@@ -21,7 +21,7 @@ from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.drafter.stages import initialise_checkpoint
 from eyas.errors import EyasError
 from eyas.export import export_drafter
-from eyas.shards import write_arrays
+from eyas.shards import describe_file, write_arrays, write_sealed
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -395,13 +395,15 @@ def test_the_checksum_follows_the_contents_of_what_it_starts_from(other: Other, 
 
 
 def test_epoch_0_is_written_again_when_what_it_starts_from_changed(run: Run, other: Other, tmp_path: Path) -> None:
-    write_arrays(tmp_path / "map.safetensors", {"d2t": run.mapping.d2t, "t2d": run.mapping.t2d}, {})
+    vocabulary = tmp_path / "map.safetensors"
+    write_arrays(vocabulary, {"d2t": run.mapping.d2t, "t2d": run.mapping.t2d}, {})
+    write_sealed(tmp_path / "map.json", {"files": {vocabulary.name: describe_file(vocabulary)}})
     settings = OPEN | {"init": "checkpoint", "init_layer": None, "seed": 3}
     settings["init_from"] = str(other.save())
     folder = tmp_path / "epoch_0"
 
     def written() -> tuple[str, float]:
-        initialise_checkpoint(run.manifest.path, tmp_path / "map.safetensors", run.target, settings, folder)
+        initialise_checkpoint(run.manifest.path, vocabulary, run.target, settings, folder)
         facts = folder / "trainer_state.json"
         return read_json_file(facts)["fingerprint"], facts.stat().st_mtime_ns
 

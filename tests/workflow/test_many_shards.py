@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from eyas.shards import describe_file, write_sealed
 from workflow_runs import Workdir, new_workdir, tiny_settings
 
 MANIFEST = "results/tiny/hidden_states/data_config.json"
@@ -112,6 +113,8 @@ def test_a_shard_that_was_changed_re_runs_what_reads_it(run: Workdir) -> None:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[0]["messages"][-1]["content"] += " ."
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = file.with_suffix(".json")
+    write_sealed(record, json.loads(record.read_text()) | {"files": {file.name: describe_file(file)}})
     jobs = planned(run)
     assert jobs.pop("tokenize_rows_20-40") == 1 and not any(name.startswith(("respond", "tokenize")) for name in jobs)
     before = contents(run)
