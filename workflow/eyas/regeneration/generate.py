@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from eyas.target.cache import growing_cache
 from eyas.target.model import TargetModel
 
 
@@ -69,7 +70,7 @@ def generate(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     streams = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + key) % 2**63) for key in keys]
     ends = torch.tensor(sorted(end_ids), device=device)
-    cache = target.new_cache()
+    cache = growing_cache(target.config)
     alive = list(range(count))
     replies: list[list[int]] = [[] for _ in prompts]
     finish = ["length"] * count
