@@ -9,11 +9,11 @@ from eyas.plan import remember_min_job_age
 
 
 def test_min_job_age_is_remembered_through_an_outage() -> None:
-    executor, answers = ModuleType("executor"), [None, 300, None, 200, None]
+    executor, answers = ModuleType("executor"), [None, 400, None, 200, None]
     executor.get_min_job_age = lambda: answers.pop(0)  # type: ignore[attr-defined]
     remember_min_job_age(executor)
     remember_min_job_age(executor)  # the Snakefile may be read twice
-    assert [executor.get_min_job_age() for _ in range(5)] == [None, 300, 300, 200, 200]
+    assert [executor.get_min_job_age() for _ in range(5)] == [300, 400, 400, 200, 200]  # 300: slurm.conf's default
 
 
 def test_an_executor_without_it_is_left_alone() -> None:
