@@ -28,6 +28,7 @@ localrules:
 rule all:
     default_target: True
     input:
+        TARGET,
         records("conversations"),
         records("tokens"),
         records("hidden_states"),
@@ -338,7 +339,7 @@ rule write_report:
         [f"{ONE}/epoch_{n}/metrics.jsonl" for n in range(1, config["epochs"] + 1)],
         f"{ONE}/best/selection.json",
         f"{ONE}/evaluation.json",
-        f"{ONE}/export/sglang/export.json",
+        [f"{ONE}/export/{server}/{name}" for server in ("sglang", "vllm") for name in ("export.json", "provenance.json")],
     output:
         f"{RUN}/report.html",
     log:
