@@ -124,18 +124,24 @@ def finish(folder: Path, shards: int, jobs: dict[str, list[set[str]]]) -> None:
     assert run.is_dir()
 
 
-def measure(folder: Path, shards: int, rounds: int) -> dict[str, dict[str, float]]:
-    """CPU seconds and MiB of both, planning everything and finding nothing to do."""
-    write_inputs(folder, shards)
+def same_jobs(folder: Path, shards: int) -> dict[str, list[set[str]]]:
+    """The jobs that both plan for a run that has nothing yet; SystemExit where they differ."""
     shown = {which: jobs_in(snakemake(folder, which, shards, "--dry-run").output) for which in ("eyas", "bare")}
     assert len(shown["eyas"]) > 3 * len(plan_in(folder, shards).token_jobs), "the dry run could not be read"
     if shown["eyas"] != shown["bare"]:
         differ = {k for k in shown["eyas"] | shown["bare"] if shown["eyas"].get(k) != shown["bare"].get(k)}
         raise SystemExit(f"dag_bare.smk has another DAG than Eyas, at {sorted(differ)[:5]}; bring it up to date")
+    return shown["eyas"]
+
+
+def measure(folder: Path, shards: int, rounds: int) -> dict[str, dict[str, float]]:
+    """CPU seconds and MiB of both, planning everything and finding nothing to do."""
+    write_inputs(folder, shards)
+    jobs = same_jobs(folder, shards)
     result = {}
     for kind, arguments in (("dry_run", ("--dry-run", "--quiet")), ("no_op", ("--quiet",))):
         if kind == "no_op":
-            finish(folder, shards, shown["eyas"])
+            finish(folder, shards, jobs)
         costs: dict[str, list[Cost]] = {"eyas": [], "bare": []}
         for _ in range(rounds):
             for which, taken in costs.items():

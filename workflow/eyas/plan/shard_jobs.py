@@ -146,15 +146,10 @@ class StageFiles:
 
     @cached_property
     def _state(self) -> dict[str, tuple[list[str], dict[Shard, list[str]]]]:
-        """By finished range: its missing files, and those that were changed since.
-
-        There may be a hundred thousand of them: the folder is listed once, and a shard's time is that of its first
-        file, looked at by name in the open folder. The others are only ever written with it.
-        """
+        """By finished range: its missing files, and those that were changed since. Each file is looked at once."""
         found = {}
-        main, *others = self.suffixes.values()
+        # By name in the open folder, without a path to follow: there may be a hundred thousand of them.
         with _opened(self.folder) as folder:
-            there = frozenset(() if folder is None else os.listdir(folder))
             for job in self.jobs:
                 try:
                     finished = os.stat(self.record_of(job)).st_mtime_ns
@@ -164,12 +159,12 @@ class StageFiles:
                 changed: dict[Shard, list[str]] = {}
                 for shard in job.shards:
                     name = shard.name
-                    try:
-                        if os.stat(name + main, dir_fd=folder).st_mtime_ns > finished:
-                            changed[shard] = [f"{self.folder}/{name}{main}"]
-                    except OSError:
-                        lost.append(f"{self.folder}/{name}{main}")
-                    lost += [f"{self.folder}/{name}{suffix}" for suffix in others if name + suffix not in there]
+                    for suffix in self.suffixes.values():
+                        try:
+                            if os.stat(name + suffix, dir_fd=folder).st_mtime_ns > finished:
+                                changed.setdefault(shard, []).append(f"{self.folder}/{name}{suffix}")
+                        except OSError:
+                            lost.append(f"{self.folder}/{name}{suffix}")
                 found[job.name] = lost, changed
         return found
 
