@@ -82,7 +82,7 @@ def decoded(length: float | None, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "prompts": 10, "acceptance_length": length, "acceptance_by_step": shares, "tokens_per_forward": length, "tokens": 480,
-        "target_forwards": 350, "seconds": 12.3, "speedup": 1.25, "lossless": True, "differences": [], "looping_share": 0.1,
+        "target_forwards": 350, "seconds": 12.3, "tokens_per_second": 40.0, "speedup": 1.25, "lossless": True, "differences": [], "looping_share": 0.1,
         "without_looping": looping,
     } | changes  # fmt: skip
 

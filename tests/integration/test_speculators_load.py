@@ -86,7 +86,7 @@ def test_speculators_loads_and_computes_the_same(python: Path, tmp_path: Path) -
         torch.testing.assert_close(logits[t].double(), plain["lm_head.weight"] @ normed, rtol=1e-4, atol=1e-4)
 
     # and back: what speculators has written is a drafter to start from
-    again = import_drafter(tmp_path / "converted", shape, 5)
+    again = import_drafter(tmp_path / "converted", shape, 5, "llama")
     for name, tensor in again.weights.items():
         assert torch.equal(tensor, exported[name].float()), name
     assert torch.equal(again.lm_head, exported["lm_head.weight"]) and torch.equal(again.target_ids, ids)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from eyas.decoding.ngram import NgramProposer
+from decoding_world import END, World, build_world
+from eyas.decoding.decode import Round, decode
+from eyas.decoding.ngram import NgramProposer, replayed
 from eyas.decoding.sampling import Sampler, Sampling
 from eyas.errors import EyasError
 from hypothesis import given
@@ -40,6 +44,31 @@ def test_long_suffixes_come_first_and_nothing_is_found_in_new_text() -> None:
     assert begin.draft(None, [2, 3]).tokens == []
     assert begin.draft(None, [9, 3, 7, 8, 2, 3]).tokens == [9, 3]  # (2, 3) rather than the later 3
     assert begin.draft(None, [7]).tokens == [8, 2]
+
+
+@pytest.fixture(scope="module")
+def world(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tiny_target, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_a_replay_has_the_rounds_of_decoding(world: World, steps: int) -> None:
+    drafted = 0
+    for prompt in world.prompts:
+        for limit in (1, 2, 7, 40):
+            for ends in ([END], []):
+                found = decode(world.target, NgramProposer(steps), prompt, ends, limit)
+                again = replayed(NgramProposer(steps), prompt, decode(world.target, None, prompt, ends, limit).ids)
+                assert (again.ids, again.rounds, again.seconds) == (found.ids, found.rounds, 0.0)
+                drafted += sum(round.depth for round in found.rounds)
+    assert drafted > 20
+
+
+def test_a_replay_by_hand() -> None:
+    """1 2 3 is the prompt: the answer's 1 2 finds it, then 1 2 3 4 is in the answer; its end cuts a draft off."""
+    found = replayed(NgramProposer(3), [1, 2, 3], [4, 1, 2, 3, 4, 1, 2])
+    assert found.rounds == [Round(1, 0, 0), Round(4, 3, 3), Round(1, 1, 3)]
+    assert replayed(NgramProposer(3), [1, 2, 3], [9]).rounds == []
 
 
 @pytest.mark.parametrize("steps, size", [(0, 2), (2, 0)])

@@ -73,7 +73,7 @@ def test_the_tree_is_the_best_of_all_that_was_searched(size: tuple[int, int, int
     found = paths_of(draft)
     assert len(found) == len(set(found)) == min(draft_tokens - 1, topk + (steps - 1) * min(topk, 11) * topk)
     assert set(found) == paths.tree(steps, topk, draft_tokens - 1)
-    assert draft.depth == steps and draft.odds is None
+    assert draft.depth == max(map(len, found)) <= steps and draft.odds is None
     for siblings in draft.children().values():  # the more probable are tried first
         parent = found[siblings[0]][:-1]
         odds = dict(zip(paths.target_ids, paths.after(parent), strict=True))
@@ -99,6 +99,19 @@ def test_chains_are_known_as_such() -> None:
     assert not Draft([1, 2], [-1, -1], 1).is_chain
     for parents in itertools.product([-1], [-1, 0], [-1, 0, 1]):
         assert Draft([1, 2, 3], list(parents), 3).is_chain == (parents == (-1, 0, 1))
+
+
+def test_steps_without_a_node_are_not_on_offer() -> None:
+    """Two drafted tokens of three steps: siblings more often than not, and never three steps deep."""
+    depths = set()
+    for seed in range(8):
+        paths = Paths(seed, known=3)
+        drafting = EagleProposer(paths.drafter, [0, 1, 2], 3, 2, 3).begin([1] * 3, 20, Sampler(Sampling()))
+        with torch.inference_mode():
+            draft = drafting.draft(paths.aux, paths.tokens[1:])
+        assert draft.depth == max(map(len, paths_of(draft)))
+        depths.add(draft.depth)
+    assert 1 in depths and 3 not in depths
 
 
 def test_equal_scores_keep_the_tree_whole() -> None:

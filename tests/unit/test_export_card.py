@@ -34,7 +34,7 @@ HOSTILE = "a|b`c``d\n# x\n<script>alert(1)</script> [y](http://z) **q** \\| &lt;
 def figures(length: float | None, **changes: Any) -> dict[str, Any]:
     return {
         "prompts": 10, "acceptance_length": length, "acceptance_by_step": [0.31, 0.26], "tokens_per_forward": 1.35,
-        "tokens": 480, "target_forwards": 350, "seconds": 12.3, "speedup": 0.91, "lossless": True, "differences": [],
+        "tokens": 480, "target_forwards": 350, "seconds": 12.3, "tokens_per_second": 21.5, "speedup": 0.91, "lossless": True, "differences": [],
         "looping_share": 0.125, "without_looping": {"prompts": 9, "acceptance_length": 1.33},
     } | changes  # fmt: skip
 
@@ -203,13 +203,14 @@ def test_speculation_as_sglang_names_it(settings: dict, expected: tuple[int, int
 def test_acceptance_table(run: Run) -> None:
     card = run.describe()["sglang"]
     acceptance = tables(html(card))[0]
-    assert {len(row) for row in acceptance} == {9}
+    assert {len(row) for row in acceptance} == {10}
     assert acceptance[1] == [
-        "held_out (10)", "this drafter", "1.37", "1.33", "0.31 0.26", "1.35", "0.91", "yes", "12.5%",
+        "held_out (10)", "this drafter", "1.37", "1.33", "0.31 0.26", "1.35", "21.5", "0.91", "yes", "12.5%",
     ]  # fmt: skip
     assert [row[1] for row in acceptance[2:5]] == ["no drafter", "prompt lookup (n-gram)", "untrained drafter"]
-    assert acceptance[3][2] == "1.11" and acceptance[4][6:8] == ["not measured", "no"]
-    assert acceptance[5][0] == "mt_bench (10)" and acceptance[5][2:5] == ["not measured"] * 3
+    assert acceptance[3][2] == "1.11" and acceptance[4][7:9] == ["–", "no"]
+    assert acceptance[5][0] == "mt_bench (10)" and acceptance[5][2:5] == ["–"] * 3
+    assert "–: not measured, or nothing to compare with." in card
     assert "a tree of 8 tokens (depth 4, topk 2), greedy" in card
     for text in ("1 + drafted tokens accepted per target forward", "an output *in* a loop", "40 held-out rows: 1.38"):
         assert text in re.sub(r"<.*?>", "", html(card))

@@ -16,7 +16,7 @@ import torch
 from drafter_reference import random_rows, read_json_file
 from drafter_runs import DRAFT_VOCAB, OPEN, Run, make_run
 from eyas.drafter.checkpoint import Checkpoint, load_checkpoint
-from eyas.drafter.imported import init_checksum
+from eyas.drafter.imported import import_drafter, init_checksum
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.drafter.stages import initialise_checkpoint
 from eyas.errors import EyasError
@@ -258,6 +258,20 @@ def test_what_training_has_to_adapt_is_a_warning(
     start(run, tmp_path / "epoch_0", "checkpoint", init_from=str(other.save(**changes)))
     (warning,) = warnings_of(caplog)
     assert said in warning and str(other.folder) in warning
+
+
+@pytest.mark.parametrize("model_type, ids, same", [
+    ("llama", [0, 1, 3], True), ("llama", [1, 2, 4], False), ("deepseek_v3", [2, 3, 4], True),
+    ("deepseek_v3", [1, 3, 4], False), ("kimi_k2", [0, 2, 3], False),
+])  # fmt: skip
+def test_layer_ids_are_compared_as_the_server_counts_them(
+    run: Run, other: Other, model_type: str, ids: list[int], same: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head from SGLang's side, for a drafter that reads layers 0, 1 and 3, or 1, 2 and 3 where 0 cannot be told."""
+    layers = (1, 2, 3) if ids[0] == 2 else (0, 1, 3)
+    other.save(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    import_drafter(other.folder, replace(shape_of(run), layers=layers), 5, model_type)
+    assert (warnings_of(caplog) == []) == same
 
 
 Change = Callable[[Other], None]

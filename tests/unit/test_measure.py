@@ -41,6 +41,7 @@ def test_figures_by_hand() -> None:
         "tokens": 27,
         "target_forwards": 9,
         "seconds": 4.0,
+        "tokens_per_second": 30 / 4.0,
         "speedup": pytest.approx(12.0 / 4.0),
         "lossless": True,
         "differences": [],
@@ -77,11 +78,25 @@ def test_sampled_outputs_are_compared_by_tokens_a_second() -> None:
     assert found["speedup"] == pytest.approx((8 / 1.0) / (2 / 0.5))
 
 
+def test_without_loops_the_same_prompts_are_compared() -> None:
+    """Sampled: the drafter's output of one prompt loops, plain decoding's of another."""
+    outputs = [drafted(LOOP[:13], 1.0, [3, 3, 3], True), drafted(STRAIGHT[:7], 1.0, [0, 1, 2])]
+    alone = [plain(STRAIGHT[:5], 1.0), plain(LOOP[:7], 3.5, True)]
+    found = figures(outputs, alone, ["a", "b"], 3, 0.7)
+    assert found["without_looping"]["speedup"] == pytest.approx((7 / 1.0) / (7 / 3.5))
+    found = figures(outputs, [], ["a", "b"], 3, 0.7)  # no server without the drafter
+    assert found["speedup"] is None and found["without_looping"]["speedup"] is None
+    assert found["tokens_per_second"] == pytest.approx(20 / 2.0)
+
+
 def test_nothing_to_measure_is_null() -> None:
     found = figures([], [], [], 2, 0.0)
     assert found["acceptance_by_step"] == [None, None] and found["differences"] == []
     assert (found["tokens"], found["target_forwards"], found["without_looping"]["prompts"]) == (0, 0, 0)
-    for key in ("acceptance_length", "tokens_per_forward", "seconds", "speedup", "lossless", "looping_share"):
+    for key in (
+        "acceptance_length", "tokens_per_forward", "seconds", "tokens_per_second", "speedup", "lossless",
+        "looping_share",
+    ):  # fmt: skip
         assert found[key] is None, key
     # An output that ends with the prefill's token: no round, but there is an output and it took its time.
     found = figures([plain([2], 0.5)], [plain([2], 1.0)], ["a"], 2, 0.0)

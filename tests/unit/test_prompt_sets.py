@@ -106,6 +106,27 @@ def test_prompts_of_training_rows_are_left_out_and_counted(tmp_path: Path) -> No
     assert found["file"].source == path
 
 
+def test_prompts_that_stand_in_ready_text_are_left_out(tmp_path: Path) -> None:
+    """Ready text has its turns somewhere within: whole words count, and those of held-out rows do not."""
+    rows = [
+        Row(0, "s", text="<|user|>\nWhy is  the sky\nblue?<|end|>\n<|bot|>\nLight scatters."),
+        Row(1, "s", text="nothing"), Row(2, "s", text="<|user|>only held out<|end|>"),
+    ]  # fmt: skip
+    asked_in_text = [
+        "why is the sky blue?",
+        "light",
+        "is the sky",
+        "cat",
+        "hing",
+        "thing",
+        "ight scatters",
+        "only held out",
+    ]
+    path = save_prompts(tmp_path / "p.jsonl", [{"prompt": text} for text in asked_in_text])
+    found = read(save_rows(tmp_path / "c", rows), file={"path": path})["file"]
+    assert (labels(found), found.overlapping) == (["4", "5", "6", "7", "8"], 3)
+
+
 def test_a_set_may_come_to_nothing(tmp_path: Path) -> None:
     conversations = save_rows(tmp_path / "c", [asked(0, "a"), asked(1, "b"), asked(2, "A")])
     assert read(conversations, held_out={})["held_out"] == PromptSet("held-out rows of the run", [], 1)

@@ -165,7 +165,7 @@ def test_every_number_has_its_definition(tmp_path: Path):
     for words in (
         "1 + drafted tokens accepted per forward pass", "among those in which all before it were",
         "1 + the sum over the steps of the products", "an output that repeats itself", "token for token",
-        "wall-clock time of an output token without a drafter over that with it", "share of the supervised tokens",
+        "plain seconds over seconds", "share of the supervised tokens",
         "loss_decay^i", "where all earlier steps were right", "in which a shard that was being filled got no finished token",
         "wall-clock time of a job times the GPUs",
     ):  # fmt: skip

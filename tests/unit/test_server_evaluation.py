@@ -168,10 +168,17 @@ def test_the_table_of_own_servers(run: Run, own: Any, tmp_path: Path, monkeypatc
         none = figures["baselines"]["none"]
         assert (none["acceptance_length"], none["tokens_per_forward"], none["speedup"]) == (1.0, 1.0, 1.0)
         assert none["tokens"] == figures["tokens"] == none["target_forwards"]
-        assert figures["baselines"]["ngram"] is None and figures["baselines"]["untrained"] is None
+        assert figures["baselines"]["untrained"] is None
+        ngram = figures["baselines"]["ngram"]  # counted, not decoded
+        assert (ngram["tokens"], ngram["looping_share"]) == (figures["tokens"], figures["looping_share"])
+        assert ngram["target_forwards"] <= ngram["tokens"] and ngram["acceptance_length"] >= 1
+        assert {ngram[key] for key in ("speedup", "lossless", "seconds", "tokens_per_second")} == {None}
     # The report and the summary read it as they read any other.
-    assert "no drafter" in render_acceptance("eagle3", acceptance_facts(result))
-    assert acceptance_section({"eagle3": result}).plots
+    text = render_acceptance("eagle3", acceptance_facts(result))
+    assert "no drafter" in text and "n-grams" in text
+    section = acceptance_section({"eagle3": result})
+    assert section.plots and ("speed", result["definitions"]["speedup"]) in section.tables[0].meanings
+    assert "on a server without the drafter" in result["definitions"]["speedup"]
 
 
 def test_the_figures_are_those_of_the_rounds(run: Run) -> None:
@@ -227,7 +234,7 @@ def test_without_a_plain_server_nothing_is_compared(run: Run) -> None:
         result = run.evaluate(url=drafting.url)
     for figures in result["prompt_sets"].values():
         assert figures["speedup"] is None and figures["lossless"] is None and figures["acceptance_length"] > 1
-        assert figures["baselines"]["none"] is None
+        assert figures["baselines"]["none"] is None and figures["baselines"]["ngram"] is None
     assert "evaluation.sglang.plain_url names none" in result["definitions"]["baselines"]
     assert "no drafter" not in render_acceptance("eagle3", acceptance_facts(result))
 

@@ -28,8 +28,8 @@ DEFINITIONS = {
         " tokens_per_forward: tokens / target_forwards, which a last round cut short by the end of the output makes"
         " smaller than acceptance_length."
         " lossless: every output equals the target's own greedy output, token for token; null for temperature > 0."
-        " overlapping_prompts: prompts of the set that equal a user turn of a training row (after NFKC, without case,"
-        " white space collapsed); they are not measured"
+        " overlapping_prompts: prompts of the set that equal a user turn of a training row, or stand in one of ready"
+        " text (after NFKC, without case, white space collapsed); they are not measured"
     ),
     "looping": (
         f"looping_share: share of the outputs that have fallen into a loop; {loops.DEFINITION}."
@@ -38,7 +38,8 @@ DEFINITIONS = {
     "speedup": (
         "speedup: wall-clock of plain decoding per output token / the same with drafting; same code, same prompts,"
         " prefill included in both; each prompt is decoded in all ways, one after another. Lossless outputs are equally"
-        " long, so that it is the ratio of the times"
+        " long, so that it is the ratio of the times."
+        " tokens_per_second: output tokens by that wall-clock time"
     ),
     "baselines": (
         "baselines: none is plain decoding, one token a target forward; ngram is prompt lookup, which drafts what"
@@ -127,6 +128,7 @@ def _speed(outputs: Sequence[Output]) -> float | None:
 
 
 def _rates(outputs: Sequence[Output], plain: Sequence[Output], steps: int) -> dict[str, Any]:
+    """The figures that are also told without looping outputs. `plain`: those of the same prompts, or none."""
     found = _steps(outputs, steps)
     tokens = sum(len(output.decoded.ids) - 1 for output in outputs)
     forwards = sum(output.decoded.forwards for output in outputs)
@@ -144,9 +146,10 @@ def figures(
 ) -> dict[str, Any]:
     """The figures of one way of decoding a prompt set; `steps`: draft steps of a round, 0 for plain decoding.
 
-    `plain`: the outputs of plain decoding; none where there was none, which leaves what is compared with it null.
+    `plain`: the outputs of plain decoding, of the same prompts; none where there was none, which leaves what is
+    compared with it null. So are times where an output's seconds are 0: it was not decoded for this.
     """
-    straight = [output for output in outputs if not output.looping]
+    straight = [index for index, output in enumerate(outputs) if not output.looping]
     differences = [
         {"prompt": label, "token": output.difference}
         for label, output in zip(labels, outputs, strict=True)
@@ -159,13 +162,14 @@ def figures(
         "tokens_per_forward": rates["tokens_per_forward"],
         "tokens": sum(len(output.decoded.ids) - 1 for output in outputs),
         "target_forwards": sum(output.decoded.forwards for output in outputs),
-        "seconds": sum(output.decoded.seconds for output in outputs) if outputs else None,
+        "seconds": sum(output.decoded.seconds for output in outputs) or None,
+        "tokens_per_second": _speed(outputs),
         "speedup": rates["speedup"],
         "lossless": not differences if temperature == 0 and outputs and plain else None,
         "differences": differences,
         "looping_share": 1 - len(straight) / len(outputs) if outputs else None,
         "without_looping": {"prompts": len(straight)}
-        | _rates(straight, [output for output in plain if not output.looping], steps),
+        | _rates([outputs[index] for index in straight], [plain[index] for index in straight if plain], steps),
     }
 
 

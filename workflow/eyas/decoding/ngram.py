@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from eyas.decoding.decode import Decoded, Round
 from eyas.decoding.proposers import Draft
-from eyas.decoding.sampling import Sampler
+from eyas.decoding.sampling import Sampler, Sampling
 from eyas.errors import EyasError
 
 
@@ -50,3 +51,23 @@ class NgramDrafting:
             if place is not None:
                 return Draft.chain(self.known[place : place + self.steps])
         return Draft()
+
+
+def replayed(proposer: NgramProposer, prompt: Sequence[int], output: Sequence[int]) -> Decoded:
+    """What greedy decoding with prompt lookup would have come to, from the target's own greedy `output` [n] alone.
+
+    The rounds are those of `decode`, which accepts what equals the target's own tokens: no target is needed to know
+    which. `seconds` is 0, as nothing was decoded.
+    """
+    drafting = proposer.begin(prompt, len(output), Sampler(Sampling()))
+    rounds: list[Round] = []
+    new, done = [*prompt[1:], *output[:1]], 1
+    while done < len(output):
+        draft = drafting.draft(None, new)
+        left, matched = list(output[done:]), 0
+        while matched < min(len(draft.tokens), len(left)) and draft.tokens[matched] == left[matched]:
+            matched += 1
+        new = left[: matched + 1]
+        rounds.append(Round(len(new), matched, draft.depth))
+        done += len(new)
+    return Decoded(list(output), rounds, 0.0)

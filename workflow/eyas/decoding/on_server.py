@@ -19,6 +19,7 @@ import torch
 from eyas.config.sglang import sglang_problem
 from eyas.decoding import loops
 from eyas.decoding.measure import DEFINITIONS, PLAIN, Output, figures, first_difference
+from eyas.decoding.ngram import NgramProposer, replayed
 from eyas.decoding.prompt_sets import Prompt, PromptSet
 from eyas.decoding.run_data import RunData, RunFiles, epoch_of, log_set
 from eyas.decoding.server_client import SECTION, Answer, DecodingClient
@@ -38,7 +39,7 @@ _KEPT = "an evaluation is written at its end and begins anew"
 _PROBE_TOKENS = 8
 _TRIES = 3
 _NOT_MEASURED = (
-    "speedup, lossless and the baseline none are not measured: the server with the drafter ran already, and"
+    "speedup, lossless and the baselines none and ngram are not measured: the server with the drafter ran already, and"
     " evaluation.sglang.plain_url names none without it"
 )
 
@@ -47,7 +48,8 @@ SERVER_DEFINITIONS = DEFINITIONS | {
         f"{DEFINITIONS['decoding']}."
         " On a server, rounds are as SGLang counts them, without what the last one accepted behind the output's end"
         " (it does not tell which one that was: one of those that accepted the most is taken); lossless compares with a"
-        " server without the drafter; acceptance_by_step is null where a server tells only sums"
+        " server without the drafter; acceptance_by_step is null where a server tells only sums, and in trees all"
+        " draft_steps steps count as on offer"
     ),
     "speedup": (
         "speedup: wall-clock time of a request per output token, on a server without the drafter / on one with it; same"
@@ -55,8 +57,10 @@ SERVER_DEFINITIONS = DEFINITIONS | {
         " tokens_per_second: output tokens of all requests by the wall-clock time of the set"
     ),
     "baselines": (
-        "baselines: none is a server without a drafter, one token a target forward; prompt lookup (ngram) and the"
-        " drafter before its training (untrained) are not measured on servers"
+        "baselines: none is a server without a drafter, one token a target forward; ngram is prompt lookup, which"
+        " drafts what followed the same tokens earlier in prompt and output: counted over the greedy outputs of the"
+        " server without a drafter, not decoded, so that it has no times; the drafter before its training (untrained)"
+        " is not measured on servers"
     ),
 }
 
@@ -221,16 +225,23 @@ def measured_set(
     for label, output in zip(labels, outputs, strict=True):
         if output.difference is not None:
             log.warning("%s: the output differs from plain greedy decoding at token %d.", label, output.difference)
-    none = None
+    none = ngram = None
     if plain is not None:
         none = figures(base, base, labels, 0, temperature) | {"tokens_per_second": _throughput(plain)}
+        if temperature == 0:  # what prompt lookup drafts for a sampled output is accepted by chance
+            proposer = NgramProposer(settings["draft_steps"])
+            looked_up = [
+                Output(replayed(proposer, prompt.ids, output.decoded.ids), output.looping)
+                for prompt, output in zip(prompt_set.prompts, base, strict=True)
+            ]
+            ngram = figures(looked_up, [], labels, settings["draft_steps"], temperature)
     return {
         "prompts": len(labels),
         "source": prompt_set.source,
         "overlapping_prompts": prompt_set.overlapping,
         **figures(outputs, base, labels, settings["draft_steps"], temperature),
         "tokens_per_second": _throughput(drafting),
-        "baselines": {PLAIN: none, "ngram": None, "untrained": None},
+        "baselines": {PLAIN: none, "ngram": ngram, "untrained": None},
     }
 
 

@@ -117,8 +117,22 @@ def _read_question(path: str, record: Record, expected: str | None, forced: bool
         raise EyasError(f"{path}:{record.line}: {reason}; correct the record, or delete it") from None
 
 
+def _stands_in(text: str, whole: str) -> bool:
+    """Whether `text` is somewhere in `whole`, not as a part of longer words."""
+    place = whole.find(text)
+    while place >= 0:
+        end = place + len(text)
+        if not any(character.isalnum() for character in (whole[max(place - 1, 0) : place], whole[end : end + 1])):
+            return True
+        place = whole.find(text, place + 1)
+    return False
+
+
 def asked_in_training(questions: Sequence[Question], conversations: Conversations) -> set[str]:
-    """The normalised texts of `questions` that are some user turn of a training row, too."""
+    """The normalised texts of `questions` that are some user turn of a training row, or stand in its ready text.
+
+    Ready text does not tell whose words are whose: there a text counts wherever it stands as whole words.
+    """
     wanted = {normalised(question.text) for question in questions}
     found: set[str] = set()
     progress = Progress("Comparing prompts with the training rows", conversations.rows, "rows")
@@ -126,6 +140,9 @@ def asked_in_training(questions: Sequence[Question], conversations: Conversation
         for message in row.messages:
             if message["role"] == "user" and (text := normalised(message["content"])) in wanted:
                 found.add(text)
+        if row.text is not None:
+            whole = normalised(row.text)
+            found |= {text for text in wanted - found if text and _stands_in(text, whole)}
         progress.advance(1)
     return found
 

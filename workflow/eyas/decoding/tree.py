@@ -79,4 +79,8 @@ def draft_tree(cache: DrafterCache, state: Tensor, target_ids: Tensor, size: Tre
     order = all_scores.argsort(descending=True, stable=True)[: size.nodes].sort().values
     place = torch.full((len(all_tokens) + 1,), -1, device=device)  # the last entry is the root's
     place[order] = torch.arange(len(order), device=device)
-    return Draft(all_tokens[order].tolist(), place[parents[order]].tolist(), size.steps)
+    above: list[int] = place[parents[order]].tolist()
+    depths: list[int] = []
+    for parent in above:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return Draft(all_tokens[order].tolist(), above, max(depths))  # few nodes may leave no path of all steps

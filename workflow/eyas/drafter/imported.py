@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.drafter.checkpoint import FACTS
 from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
 from eyas.shards import checksum, fingerprint
@@ -26,6 +27,9 @@ CONFIG = "config.json"
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 # Switches of other trainers (all off by default) under which the same tensors mean another function.
 _OTHER_ARITHMETIC = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Targets for which SGLang 0.5.23 adds 1 to layer ids only when the first of them is 1.
+_DEEPSEEK_LIKE = ("deepseek", "kimi")
+_OWN_CHECKPOINT = (FACTS, "selection.json")  # either file says that Eyas wrote the folder
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -142,7 +146,27 @@ def read_drafter_config(folder: Path) -> dict[str, Any]:
     return nested | values | eagle | {"layers": ids, "counted_from_zero": bool(of_vllm)}
 
 
-def _check_meaning(folder: Path, config: dict[str, Any], shape: DrafterShape, depth: int) -> None:
+def layers_of(folder: Path, config: dict[str, Any], model_type: str, depth: int) -> tuple[int, ...]:
+    """The layers that a drafter reads, in Eyas's counting (id j is the output of decoder layer j).
+
+    `config`: see `read_drafter_config`, which has turned the ids of vLLM's and speculators' form already.
+    `model_type` and `depth` (decoder layers) are the target's. A checkpoint of Eyas counts as Eyas does, all other
+    folders as SGLang, which captures the input of a layer: for Llama-like targets it adds 1 to the ids itself, for
+    DeepSeek-like ones only to a list that begins with 1.
+    """
+    ids = config["layers"]
+    if not ids:  # what servers capture for heads that name none: the inputs of layers 2, n//2 and n-3
+        return (1, depth // 2 - 1, depth - 4)
+    if config["counted_from_zero"] or any((folder / name).is_file() for name in _OWN_CHECKPOINT):
+        return tuple(ids)
+    if model_type.lower().startswith(_DEEPSEEK_LIKE) and ids[0] != 1:
+        return tuple(layer - 1 for layer in ids)
+    return tuple(ids)
+
+
+def _check_meaning(
+    folder: Path, config: dict[str, Any], shape: DrafterShape, depth: int, model_type: str
+) -> None:  # fmt: skip
     """Refuse drafters that compute something else from such tensors; warn where training has to adapt them."""
     if on := [key for key in _OTHER_ARITHMETIC if config.get(key)]:
         raise _wrong(
@@ -166,10 +190,8 @@ def _check_meaning(folder: Path, config: dict[str, Any], shape: DrafterShape, de
         differs.append(f"rope_theta {theta}, here {shape.rope_theta}")
     if (kind := scaling.get("rope_type") or scaling.get("type") or "default") != "default":
         differs.append(f"rope_scaling {kind}, here none")
-    # Heads without ids read what servers give them by default.
-    layers = config["layers"] or [1, depth // 2 - 1, depth - 4]
-    if list(layers) != list(shape.layers):
-        differs.append(f"layers {layers}, here {list(shape.layers)} (extraction.layers)")
+    if (layers := layers_of(folder, config, model_type, depth)) != tuple(shape.layers):
+        differs.append(f"layers {list(layers)}, here {list(shape.layers)} (extraction.layers, outputs counted from 0)")
     if differs:
         log.warning(
             "%s was trained otherwise than this run trains, which has to make up for it: %s.",
@@ -262,15 +284,17 @@ def _require_finite(folder: Path, name: str, tensor: Tensor) -> None:
         raise _wrong(folder, f"{name} holds NaN or infinity; take another drafter")
 
 
-def import_drafter(folder: Path, shape: DrafterShape, depth: int) -> ImportedDrafter:
+def import_drafter(folder: Path, shape: DrafterShape, depth: int, model_type: str) -> ImportedDrafter:
     """Read the drafter in `folder` for a run whose drafter has `shape`; `depth`: decoder layers of its target.
+
+    `model_type`: that of the target's (text) config, by which servers count the layers.
 
     Raises EyasError when it is not there, damaged, or does not fit; warns where it was trained otherwise.
     """
     stored = open_drafter(folder)
     try:
         config = read_drafter_config(folder)
-        _check_meaning(folder, config, shape, depth)
+        _check_meaning(folder, config, shape, depth, model_type)
     except (AttributeError, TypeError, ValueError) as exc:
         raise _wrong(folder, f"config.json is not one of an EAGLE-3 drafter ({exc})") from None
     with reading(folder):

@@ -149,7 +149,8 @@ def initialise(
     elif model_settings["init"] == "checkpoint":
         if frozen_embedding:
             weights["lm_head.weight"] = head  # of the draft ids that the other drafter does not have
-        start = import_drafter(Path(model_settings["init_from"]), shape, int(config.num_hidden_layers))
+        depth, model_type = int(config.num_hidden_layers), str(config.model_type)
+        start = import_drafter(Path(model_settings["init_from"]), shape, depth, model_type)
         start.put_into(weights, target_ids)
     weights["d2t"] = torch.from_numpy(mapping.d2t.copy())
     weights["t2d"] = torch.from_numpy(mapping.t2d.copy())

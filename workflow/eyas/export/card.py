@@ -12,7 +12,7 @@ from eyas.export.markdown import block, code, prose, table
 from eyas.export.serving import sglang_command, speculation, vllm_command
 
 SERVER_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
-_UNKNOWN = "not measured"
+_UNKNOWN = "–"
 _BASELINES = {"none": "no drafter", "ngram": "prompt lookup (n-gram)", "untrained": "untrained drafter"}
 
 
@@ -143,9 +143,11 @@ def _acceptance(facts: CardFacts) -> list[str]:
                 rows.append(_figures("", _BASELINES.get(key) or code(key), baseline))
     header = [
         "prompt set (prompts)", "drafter", "acceptance length", "without looping outputs", "acceptance by step",
-        "tokens per target forward", "speedup", "lossless", "looping outputs",
+        "tokens per target forward", "tokens per second", "speedup", "lossless", "looping outputs",
     ]  # fmt: skip
     lines += table(header, rows) if rows else ["No prompt set was decoded.", ""]
+    if any(_UNKNOWN in cell for row in rows for cell in row):
+        lines += [f"{_UNKNOWN}: not measured, or nothing to compare with.", ""]
     offline = ((evaluation.get("offline") or {}).get("trained") or {}).get("expected_acceptance_length")
     if offline is not None:
         lines += [
@@ -169,6 +171,7 @@ def _figures(prompt_set: str, who: str, figures: dict[str, Any]) -> list[str]:
         _number(clean.get("acceptance_length")),
         " ".join(_number(share) for share in by_step) if by_step else _UNKNOWN,
         _number(figures.get("tokens_per_forward")),
+        _number(figures.get("tokens_per_second"), 1),
         _number(figures.get("speedup")),
         _lossless(figures.get("lossless")),
         _share(figures.get("looping_share")),

@@ -17,13 +17,10 @@ _LENGTH = (
 )
 _POSITION = "share of the rounds in which the draft's n-th token was accepted, among those in which all before it were"
 _LOOPING = "an output that repeats itself without an end is accepted too easily; share of the outputs that do"
-_SPEEDUP = (
-    "wall-clock time of an output token without a drafter over that with it: same code, same machine, same prompts,"
-    " prompt passes included"
-)
+_NOTHING = "not measured, or nothing to compare with"
 _LOSSLESS = (
-    "yes: every output equals what the target alone gives in greedy decoding, token for token; none: sampled, or not"
-    " compared"
+    "yes: every output equals what the target alone gives in greedy decoding, token for token; none also where it was"
+    " sampled"
 )
 _CHAIN = (
     "expected acceptance length of a chain of n drafted tokens, from the hidden states of the held-out rows: 1 + the"
@@ -41,7 +38,7 @@ def _times(value: float | None) -> str:
 
 
 def honest_length(figures: Mapping[str, Any]) -> float | None:
-    """Acceptance length without the outputs that loop, where it was measured."""
+    """Acceptance length without the outputs that loop; with them where all loop, or where it is not known."""
     without = (figures.get("without_looping") or {}).get("acceptance_length")
     return figures.get("acceptance_length") if without is None else without
 
@@ -93,6 +90,17 @@ def _figures(evaluations: Mapping[str, Any], best: str) -> list[Figure]:
     return shown
 
 
+def _as_measured(evaluations: Mapping[str, Any], what: str) -> str:
+    """The definition of `what` that the evaluations hold; each engine measures it its own way."""
+    found: dict[str, list[str]] = {}
+    for drafter, facts in evaluations.items():
+        if text := facts["definitions"].get(what):
+            found.setdefault(text, []).append(drafter)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(drafters)}: {text}" for text, drafters in found.items())
+
+
 def _lengths_table(evaluations: Mapping[str, Any]) -> Table:
     rows = []
     for drafter, prompt_set, which, f in _measured(evaluations):
@@ -102,7 +110,8 @@ def _lengths_table(evaluations: Mapping[str, Any]) -> Table:
                 drafter, prompt_set, which, number(f.get("acceptance_length"), 3),
                 number(without.get("acceptance_length"), 3), _times(f.get("speedup")),
                 percent(f.get("looping_share")), yes_or_no(f.get("lossless")), number(f.get("tokens_per_forward"), 3),
-                _times(without.get("speedup")), number(f.get("prompts")), number(f.get("overlapping_prompts")),
+                number(f.get("tokens_per_second"), 1), _times(without.get("speedup")), number(f.get("prompts")),
+                number(f.get("overlapping_prompts")),
                 number(f.get("tokens")), number(f.get("target_forwards")), number(f.get("seconds"), 1),
             ]
         )  # fmt: skip
@@ -110,7 +119,8 @@ def _lengths_table(evaluations: Mapping[str, Any]) -> Table:
         "Acceptance by prompt set",
         [
             "drafter", "prompt set", "with", "acceptance length", "without looping", "speed", "looping", "lossless",
-            "tokens a forward", "speed without looping", "prompts", "in training", "tokens", "forwards", "seconds",
+            "tokens a forward", "tokens a second", "speed without looping", "prompts", "in training", "tokens",
+            "forwards", "seconds",
         ],
         rows,
         [
@@ -119,10 +129,11 @@ def _lengths_table(evaluations: Mapping[str, Any]) -> Table:
             ("acceptance length", _LENGTH),
             ("without looping", "the same over the outputs that did not fall into a loop"),
             ("tokens a forward", "all new tokens over all forward passes of the target"),
-            ("speed", _SPEEDUP),
+            ("speed", _as_measured(evaluations, "speedup")),
             ("looping", _LOOPING),
             ("lossless", _LOSSLESS),
             ("in training", "prompts of the set that are also in a training row; they are not measured"),
+            ("none", _NOTHING),
         ],
         prose=("prompt set", "with"),
     )  # fmt: skip
@@ -206,7 +217,7 @@ def _plots(evaluations: Mapping[str, Any], tables: tuple[Table, Table, Table]) -
         shown.append(
             Plot(
                 "Acceptance length by prompt set", plots.acceptance_bars(lengths, order),
-                f"Acceptance length: {_LENGTH}. Outputs that fell into a loop are left out. {beside}",
+                f"Acceptance length: {_LENGTH}. Outputs that fell into a loop are left out, unless all did. {beside}",
                 _columns(tables[0], "drafter", "prompt set", "with", "acceptance length", "without looping"),
             )
         )  # fmt: skip

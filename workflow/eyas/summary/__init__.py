@@ -9,7 +9,14 @@ from typing import Any
 from rich.table import Table
 
 from eyas.shards import describe_file, read_json, write_lock, write_sealed, write_text
-from eyas.summary.acceptance import acceptance_facts, acceptance_table, as_text, definition_lines, expected_lengths
+from eyas.summary.acceptance import (
+    NOT_MEASURED,
+    acceptance_facts,
+    acceptance_table,
+    as_text,
+    definition_lines,
+    expected_lengths,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +60,7 @@ def collect(run: Path, drafters: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def _share(value: float | None) -> str:
-    return "none" if value is None else f"{100 * value:.1f}%"
+    return NOT_MEASURED if value is None else f"{100 * value:.1f}%"
 
 
 def _measured(figures: dict[str, Any]) -> str:
@@ -63,10 +70,8 @@ def _measured(figures: dict[str, Any]) -> str:
         return "not measured: no prompt"
     told = {True: ", lossless", False: ", NOT LOSSLESS", None: ""}[trained["lossless"]]
     untrained = figures["untrained"] and figures["untrained"]["acceptance_length"]
-    return (
-        f"{trained['acceptance_length']:.3f}, untrained {'none' if untrained is None else f'{untrained:.3f}'}"
-        f" ({figures['prompts']} prompts{told})"
-    )
+    beside = "" if untrained is None else f", untrained {untrained:.3f}"
+    return f"{trained['acceptance_length']:.3f}{beside} ({figures['prompts']} prompts{told})"
 
 
 def render(facts: dict[str, Any], run: Path) -> str:

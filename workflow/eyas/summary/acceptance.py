@@ -7,12 +7,17 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
 # What of evaluation.json the summary keeps of each way of decoding.
-_KEPT = ("acceptance_length", "acceptance_by_step", "tokens_per_forward", "speedup", "lossless", "looping_share")
+_KEPT = (
+    "acceptance_length", "acceptance_by_step", "tokens_per_forward", "tokens_per_second", "speedup", "lossless",
+    "looping_share",
+)  # fmt: skip
+NOT_MEASURED = "–"
 _WAYS = {"none": "no drafter", "ngram": "n-grams", "untrained": "untrained"}
 
 
@@ -52,11 +57,11 @@ def _kept(values: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
-    return "none" if value is None else f"{value:.{digits}f}{unit}"
+    return NOT_MEASURED if value is None else f"{value:.{digits}f}{unit}"
 
 
 def _share(value: float | None) -> str:
-    return "none" if value is None else f"{100 * value:.0f}%"
+    return NOT_MEASURED if value is None else f"{100 * value:.0f}%"
 
 
 def acceptance_table(name: str, facts: Mapping[str, Any]) -> Table:
@@ -66,33 +71,38 @@ def acceptance_table(name: str, facts: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"Acceptance of {name}: {shape}, {facts['draft_steps']} steps, {sampled},"
         f" up to {facts['max_new_tokens']} tokens a prompt",
-        title_justify="left", min_width=60,
+        title_justify="left", min_width=60, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     table.add_column("prompt set", overflow="fold")
-    table.add_column("drafter")
+    table.add_column("drafter", no_wrap=True)
     for heading in (
-        "acceptance\nlength",
-        "tokens a\nforward",
-        "speed-\nup",
-        "loss-\nless",
-        "looping",
-        "length with-\nout loops",
-    ):
+        "accept.\nlength", "tokens a\nforward", "tokens\na second", "speed-\nup", "loss-\nless", "loop-\ning",
+        "no loops:\nlength", "\nspeed-up",
+    ):  # fmt: skip
         table.add_column(heading, justify="right")
     for prompt_set, figures in facts["prompt_sets"].items():
         label = f"{prompt_set} ({figures['prompts']})"
         for way in ("trained", *_WAYS):
             if (values := figures[way]) is None:
                 continue
-            lossless = {True: "yes", False: "NO", None: "none"}[values["lossless"]]
+            lossless = {True: "yes", False: "NO", None: NOT_MEASURED}[values["lossless"]]
+            without = values["without_looping"]
             table.add_row(
                 label, _WAYS.get(way, way), _number(values["acceptance_length"]), _number(values["tokens_per_forward"]),
-                _number(values["speedup"], 2), lossless, _share(values["looping_share"]),
-                _number(values["without_looping"]["acceptance_length"]),
+                _number(values["tokens_per_second"], 1), _number(values["speedup"], 2), lossless,
+                _share(values["looping_share"]), _number(without["acceptance_length"]), _number(without["speedup"], 2),
             )  # fmt: skip
             label = ""
         table.add_section()
     return table
+
+
+def _has_gaps(values: Mapping[str, Any] | None) -> bool:
+    """Whether the table has a place of a way of decoding that nothing stands in."""
+    if values is None:
+        return False
+    shown = [values[key] for key in _KEPT if key != "acceptance_by_step"]
+    return None in [*shown, values["without_looping"]["acceptance_length"], values["without_looping"]["speedup"]]
 
 
 def definition_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -103,6 +113,8 @@ def definition_lines(facts: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"{prompt_set}: {figures['overlapping_prompts']} prompts are asked in training rows, and left out."
             )
+    if any(_has_gaps(figures[way]) for figures in facts["prompt_sets"].values() for way in ("trained", *_WAYS)):
+        lines.append(f"{NOT_MEASURED}: not measured, or nothing to compare with.")
     lines += [f"{text}." for text in facts["definitions"].values()]
     return [wrapped for line in lines for wrapped in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
