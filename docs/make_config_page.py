@@ -4,15 +4,18 @@
 """
 
 import argparse
+import ast
+import inspect
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "workflow"))
 
 from eyas.config import Config  # noqa: E402 (the checkout's package, installed or not)
-from eyas.config.fields import Asked  # noqa: E402
+from eyas.config.fields import Asked, Strict  # noqa: E402
 
 PAGE = CHECKOUT / "docs" / "config.md"
 
@@ -46,6 +49,27 @@ LIMITS = {
     "minimum": "at least {}", "exclusiveMinimum": "above {}", "maximum": "at most {}", "exclusiveMaximum": "below {}",
     "maxLength": "at most {} characters", "pattern": "matches `{}`",
 }  # fmt: skip
+
+
+def docstrings(model):
+    """The text below each field of a section, its own and those that it inherits."""
+    found = {}
+    for base in model.__mro__[::-1]:
+        if not issubclass(base, Strict):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for field, text in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[field.target.id] = inspect.cleandoc(text.value.value)
+    return found
+
+
+def sections(model=Strict):
+    """All classes of sections, by name."""
+    found = {}
+    for inner in model.__subclasses__():
+        found |= {inner.__name__: inner} | sections(inner)
+    return found
 
 
 def variants(schema):
@@ -121,6 +145,10 @@ def section_lines(schema, definitions, path="", level="##"):
 def page():
     """The whole page."""
     schema = Config.model_json_schema()
+    classes = sections()
+    for name, section in [("Config", schema), *schema["$defs"].items()]:
+        for key, text in docstrings(classes[name]).items():
+            section["properties"][key]["description"] = text
     return INTRODUCTION + "\n".join(section_lines(schema, schema["$defs"])) + "\n"
 
 
