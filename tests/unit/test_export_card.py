@@ -19,7 +19,7 @@ from eyas.drafter.checkpoint import Checkpoint, save_checkpoint
 from eyas.drafter.initialise import random_weights
 from eyas.errors import EyasError
 from eyas.export import describe_exports, export_drafter
-from eyas.export.licence import Licence, find_licence
+from eyas.export.licence import Licence, find_licence, target_folder
 from eyas.export.markdown import block, code, prose, table
 from eyas.export.provenance import git_state, package_versions
 from eyas.export.serving import speculation
@@ -185,6 +185,36 @@ def test_the_command_lines_are_exact(run: Run) -> None:
     for words in blocks(run.describe()["vllm"]):
         assert "models/it's `mine`" in words
         assert words[-3:] == ["--revision", "a b", "--trust-remote-code"]
+
+
+def test_a_quantised_target_is_served_quantised(run: Run) -> None:
+    run.config["extraction"] = {"engine": "sglang", "layers": [0, 1, 2], "sglang": {"quantization": "fp8"}}
+    sglang, vllm = blocks(run.describe()["sglang"])
+    assert sglang[-4:] == ["--quantization", "fp8", "--speculative-draft-model-quantization", "unquant"]
+    assert "--quantization" not in vllm
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "gemma3_text", "num_hidden_layers": 9}, "takes wrong hidden states of gemma3\\_text targets"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "few drafts will be accepted"),
+        ({"model_type": "llama", "num_hidden_layers": 3}, "reads the output of the target's last layer, which SGLang"),
+        ({"model_type": "llama", "num_hidden_layers": 4}, None),
+    ],
+)
+def test_what_sglang_cannot_do_is_said(
+    run: Run, config: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(run.target / "config.json", {"architectures": ["X"]} | config)
+    card = run.describe()["vllm"]
+    assert ("Not to be used there as it is" in card) == (said is not None)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    if said:
+        assert said in card and card.index("With SGLang") < card.index(said) < card.index("sglang.launch_server")
+        assert len(warnings) == 1 and said.replace("\\", "") in warnings[0] and "export/sglang" in warnings[0]
+    else:
+        assert warnings == []
 
 
 @pytest.mark.parametrize(
@@ -372,6 +402,22 @@ def write_gguf(file: Path, licence: str | None) -> None:
 def test_licence_of_the_target(tmp_path: Path, name: str, text: str, expected: Licence | None) -> None:
     (tmp_path / name).write_text(text)
     assert find_licence(tmp_path) == expected
+
+
+def test_licence_of_a_hub_model_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub" / "models--owner--tiny"
+    for revision, licence in (("aaa", "mit"), ("bbb", "apache-2.0")):
+        snapshot = cache / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "README.md").write_text(f"---\nlicense: {licence}\n---\n")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("aaa")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = [find_licence(target_folder(TargetReference("owner/tiny", revision=r))) for r in (None, "bbb", "ccc")]
+    assert [licence and licence.identifier for licence in found] == ["mit", "apache-2.0", None]
+    assert find_licence(target_folder(TargetReference("owner/other"))) is None
+    assert find_licence(target_folder(TargetReference("no/hub/name"))) is None
+    assert target_folder(TargetReference(str(tmp_path))) == tmp_path
 
 
 def test_licence_of_a_gguf_file(tmp_path: Path) -> None:

@@ -19,7 +19,17 @@ from eyas.report.parts import Figure, Listing, Plot, Section, Table, size_of, sp
 from eyas.shards import write_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_runs import benchmark, evaluation, plan_of, rules_of, statistics, vocabulary, write_run
+from report_runs import (
+    STARTED,
+    benchmark,
+    evaluation,
+    plan_of,
+    rules_of,
+    shard_facts,
+    statistics,
+    vocabulary,
+    write_run,
+)  # fmt: skip
 
 SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 EVIL = "</script><script>alert(1)</script><!--\u2028&\"'"
@@ -243,6 +253,26 @@ def test_many_drafters_leave_the_plots_readable(tmp_path: Path):
     assert names == {f"wide{n}" for n in range(5, 13)} | {"untrained", "n-gram", "no drafter"}
     assert len(found.titled["Drafters, the best first"]) == 13
     assert any("The 8 best of 12 drafters are drawn." in text for text in found.shown)
+
+
+def test_stalls_are_shaded_where_they_were(tmp_path: Path):
+    """The second shard stood still for 100 s, 20 s after it began; an hour without a job before it is cut out."""
+    plan = plan_of(tmp_path / "results")
+    run = write_run(plan)
+    for place in (1, 2):
+        samples = [[10.0, 2000], [20.0, 2500], [120.0, 3000], [150.0, 10_000]]
+        pause = [20.0, 100.0] if place == 1 else [0.0, 10.0]
+        times = {"started": STARTED + 3700.0 + 150.0 * (place - 1), "samples": samples, "longest_pause": pause}
+        file = run / "hidden_states" / f"rows_{place}00-{place + 1}00.json"
+        write_json(file, shard_facts(place) | {"seconds": 150.0, "timeline": times})
+    page.write_report(plan, {}, run / "report.html")
+    found = Page((run / "report.html").read_text())
+    speed = found.specs["Speed of the extraction"]
+    assert speed["layer"][0]["mark"]["type"] == "rect"
+    (band,) = speed["layer"][0]["data"]["values"]
+    assert band["label"] == "rows_100-200: 100.0 seconds without a finished token"
+    assert (band["time"], band["until"]) == (pytest.approx(120 / 60), pytest.approx(220 / 60, abs=1e-3))  # in minutes
+    assert any("Shaded: a shard stalled" in text and "Dashed" in text for text in found.shown)
 
 
 def test_costs_by_rule(tmp_path: Path):

@@ -114,16 +114,20 @@ _WRONG = {
 }
 
 
+def wrong_states(model_type: str) -> str | None:
+    """Why the hidden states that SGLang 0.5.23 takes of such a target are wrong; None where they are right."""
+    return next((why for name, why in _WRONG.items() if model_type.startswith(name)), None)
+
+
 def sglang_problem(
     model_type: str, num_hidden_layers: int, layers: Sequence[int], stage: str = "extraction"
 ) -> str | None:
     """Why SGLang cannot give the outputs of `layers` (0-based) of a target to `stage`; None when it can."""
-    for name, why in _WRONG.items():
-        if model_type.startswith(name):
-            return (
-                f"{stage}.engine: sglang gives wrong hidden states for {model_type} ({why}); set"
-                f" {stage}.engine: transformers"
-            )
+    if why := wrong_states(model_type):
+        return (
+            f"{stage}.engine: sglang gives wrong hidden states for {model_type} ({why}); set"
+            f" {stage}.engine: transformers"
+        )
     if layers[-1] == num_hidden_layers - 1:
         return (
             f"extraction.layers: {list(layers)} has the target's last layer, which SGLang cannot capture (it takes a"

@@ -37,11 +37,19 @@ class CardFacts:
     """Whether the target's path is a name on a model hub."""
     architectures: list[str]
     licence: Licence | None
+    sglang_problem: str | None = None
+    """Why SGLang cannot draft with it as it should."""
 
     @property
     def target(self) -> dict[str, Any]:
         target: dict[str, Any] = self.config["target"]
         return target
+
+    @property
+    def quantization(self) -> str | None:
+        """How SGLang was told to compute the target, where it was."""
+        stages = (self.config[stage].get("sglang") or {} for stage in ("evaluation", "extraction"))
+        return next((str(options["quantization"]) for options in stages if options.get("quantization")), None)
 
     @property
     def target_name(self) -> str:
@@ -91,18 +99,24 @@ def _front_matter(facts: CardFacts, server: str) -> list[str]:
 
 
 def _serving(facts: CardFacts, server: str) -> list[str]:
-    commands = {"sglang": sglang_command, "vllm": vllm_command}
+    folders = {name: f"{facts.folder}/export/{name}" for name in SERVER_NAMES}
+    commands = {
+        "sglang": sglang_command(facts.target, folders["sglang"], facts.settings, facts.quantization),
+        "vllm": vllm_command(facts.target, folders["vllm"], facts.settings),
+    }
     lines = ["## How to serve it", ""]
     for name in sorted(commands, key=lambda other: other != server):  # this folder's server first
         lines += [f"With {SERVER_NAMES[name]}:", ""]
-        command = commands[name](facts.target, f"{facts.folder}/export/{name}", facts.settings)
-        lines += block(command, "sh")
+        if name == "sglang" and facts.sglang_problem:
+            lines += [f"**Not to be used there as it is:** {prose(facts.sglang_problem)}.", ""]
+        lines += block(commands[name], "sh")
     other = next(name for name in commands if name != server)
     _, topk, _ = speculation(facts.settings)
     tree = " vLLM drafts chains, SGLang also trees; the figures below are of a tree." if topk > 1 else ""
     return [
         *lines,
-        "The paths are those of the run; write others where target and drafter have been moved. This folder is for"
+        "The paths are those of the run; write others where target and drafter have been moved. A target on N GPUs"
+        f" needs {code('--tp-size N')} for SGLang, {code('--tensor-parallel-size N')} for vLLM. This folder is for"
         f" {SERVER_NAMES[server]}, and {code(f'export/{other}')} for {SERVER_NAMES[other]}: they count the target's"
         f" layers differently. Each loads the other's folder without a word, and then few tokens are accepted.{tree}",
         "",

@@ -9,8 +9,9 @@ from typing import Any
 
 from eyas.export.card import CardFacts, render_card
 from eyas.export.checkpoint import FACTS
-from eyas.export.licence import find_licence
+from eyas.export.licence import find_licence, target_folder
 from eyas.export.provenance import provenance
+from eyas.export.servers import sglang_serving_problem
 from eyas.plan.export import SERVERS, public_path
 from eyas.shards import describe_file, read_json, write_lock, write_sealed, write_text
 from eyas.target.tokenizer import TargetReference
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 CARD, PROVENANCE = "README.md", "provenance.json"
 
 
-def _architectures(target: TargetReference) -> list[str]:
-    """What config.json names, without running the model's own code; empty where it cannot be read."""
+def _target_config(target: TargetReference) -> dict[str, Any]:
+    """The target's config.json, without running the model's own code; empty where it cannot be read."""
     try:
         if target.is_folder:
             values = json.loads((Path(target.path) / "config.json").read_text(encoding="utf-8"))
@@ -30,9 +31,16 @@ def _architectures(target: TargetReference) -> list[str]:
             from transformers import PretrainedConfig
 
             values, _ = PretrainedConfig.get_config_dict(target.path, revision=target.revision)
-        return [str(name) for name in values.get("architectures") or []]
+        return values if isinstance(values, dict) else {}
     except Exception:  # a hub raises many kinds; the card then says less
-        return []
+        return {}
+
+
+def _serving_problem(target_config: dict[str, Any], layers: list[int]) -> str | None:
+    """What SGLang cannot do with such a drafter, as far as the target's config.json tells."""
+    inner = target_config.get("text_config")
+    values = target_config | (inner if isinstance(inner, dict) else {})
+    return sglang_serving_problem(str(values.get("model_type")), int(values.get("num_hidden_layers") or -1), layers)
 
 
 def _evaluation(file: Path) -> dict[str, Any] | None:
@@ -54,6 +62,10 @@ def describe_exports(run: Path, drafter: str, target: TargetReference, gguf: str
     training = read_json(folder / f"epoch_{selection['last_epoch']}" / "trainer_state.json", "checkpoint")
     manifest = read_json(run / "hidden_states" / "data_config.json", "manifest")
     size = config["drafter"]["draft_vocab_size"]
+    target_config = _target_config(target)
+    problem = _serving_problem(target_config, manifest["layers"])
+    if problem:
+        log.warning("%s: %s.", folder / "export" / "sglang", problem)
     facts = CardFacts(
         drafter=drafter,
         folder="/".join((settings["results"], run.name, "drafters", drafter)),
@@ -65,8 +77,9 @@ def describe_exports(run: Path, drafter: str, target: TargetReference, gguf: str
         selection=selection,
         evaluation=_evaluation(folder / "evaluation.json"),
         on_hub=not target.is_folder,
-        architectures=_architectures(target),
-        licence=find_licence(Path(target.path), Path(gguf) if gguf else None),
+        architectures=[str(name) for name in target_config.get("architectures") or []],
+        licence=find_licence(target_folder(target), Path(gguf) if gguf else None),
+        sglang_problem=problem,
     )
     checkpoint = {"epoch": selection["epoch"], **selection["files"]["model.safetensors"]}
     of_target = manifest["target"] | {"path": public_path(manifest["target"]["path"])}

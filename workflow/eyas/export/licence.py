@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from eyas.target.tokenizer import TargetReference
+
 # First lines of licence texts; a changed text ("Modified MIT License") must not pass for the original.
 _TITLES = {"apache license": "apache-2.0", "mit license": "mit", "the mit license (mit)": "mit"}
 
@@ -20,6 +22,23 @@ class Licence:
     identifier: str
     name: str | None
     stated_in: str
+
+
+def target_folder(target: TargetReference) -> Path:
+    """Where files of the target lie: its folder, or a hub model's in the hub's cache on this machine, as far as it is
+    there. Nothing is fetched; a path without files stands for a model that is not there."""
+    if target.is_folder:
+        return Path(target.path)
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("README.md", "config.json", "LICENSE"):
+        try:
+            found = try_to_load_from_cache(target.path, name, revision=target.revision)
+        except ValueError:  # no name that a hub could have
+            break
+        if isinstance(found, str):
+            return Path(found).parent
+    return Path(target.path)
 
 
 def find_licence(folder: Path, gguf: Path | None = None) -> Licence | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from eyas.config.sglang import wrong_states
 from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
 from eyas.plan.export import SERVERS
@@ -28,6 +30,15 @@ def sglang_layer_ids(layers: list[int], target_model_type: str) -> list[int]:
             )
         return shifted
     return list(layers)
+
+
+def sglang_serving_problem(model_type: str, num_hidden_layers: int, layers: Sequence[int]) -> str | None:
+    """Why a drafter that reads `layers` (0-based) drafts badly or not at all on SGLang 0.5.23; None where it can."""
+    if why := wrong_states(model_type):
+        return f"SGLang 0.5.23 takes wrong hidden states of {model_type} targets ({why}): few drafts will be accepted"
+    if layers[-1] == num_hidden_layers - 1:
+        return "the drafter reads the output of the target's last layer, which SGLang 0.5.23 cannot capture"
+    return None
 
 
 def vllm_layer_ids(layers: list[int]) -> list[int]:

@@ -17,8 +17,11 @@ def speculation(settings: dict[str, Any]) -> tuple[int, int, int]:
     return steps, topk, int(values["draft_tokens"] or steps * topk + 1)
 
 
-def sglang_command(target: dict[str, Any], drafter: str, settings: dict[str, Any]) -> str:
-    """The SGLang server. `target`: path, revision, trust_remote_code; `drafter`: the folder of export/sglang."""
+def sglang_command(
+    target: dict[str, Any], drafter: str, settings: dict[str, Any], quantization: str | None = None
+) -> str:
+    """The SGLang server. `target`: path, revision, trust_remote_code; `drafter`: the folder of export/sglang;
+    `quantization`: SGLang's name of how it computes the target, where the target's config.json does not say it."""
     steps, topk, tokens = speculation(settings)
     lines = [
         f"python -m sglang.launch_server --model-path {shlex.quote(target['path'])}",
@@ -29,6 +32,8 @@ def sglang_command(target: dict[str, Any], drafter: str, settings: dict[str, Any
         f"--speculative-num-draft-tokens {tokens}",
         *_options(target),
     ]
+    if quantization:  # without the second, the drafter would be taken for quantised like the target
+        lines += [f"--quantization {shlex.quote(quantization)}", "--speculative-draft-model-quantization unquant"]
     return " \\\n  ".join(lines)
 
 

@@ -101,7 +101,19 @@ def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _time_plots(times: _Times, cuts: list[tuple[float, float]], about: str) -> list[Plot]:
+def _on_axis(at: float, cuts: Sequence[tuple[float, float]]) -> float:
+    """A second after the begin as the axis has it, which `cuts` [(at, cut seconds)] are cut out of."""
+    for place, seconds in cuts:
+        if at < place + seconds:
+            break
+        at -= seconds
+    return at
+
+
+def _time_plots(
+    times: _Times, cuts: list[tuple[float, float]], about: str, stalls: Sequence[tuple[float, float, str]] = ()
+) -> list[Plot]:
+    """Speed and bytes over time; `stalls`: (second after the begin, seconds, shard)."""
     total = float(times.end.max())
     edges = np.linspace(0.0, total, min(_BINS, max(2 * len(times.begin), 1)) + 1)
     tokens, nbytes = (_cumulative(times, amounts, edges) for amounts in (times.tokens, times.nbytes))
@@ -112,10 +124,18 @@ def _time_plots(times: _Times, cuts: list[tuple[float, float]], about: str) -> l
     grown = [{"time": t, "bytes": round(float(n))} for t, n in zip(at, nbytes, strict=True)]
     marks = [{"time": round(at / length, 4), "label": f"{span(seconds)} without any job"} for at, seconds in cuts]
     told = " Dashed: a longer time without any job, cut out." if cuts else ""
+    bands = [
+        {
+            "time": round(_on_axis(at, cuts) / length, 4), "until": round((_on_axis(at, cuts) + seconds) / length, 4),
+            "label": f"{name}: {span(seconds)} without a finished token",
+        }
+        for at, seconds, name in stalls
+    ]  # fmt: skip
+    stalled = " Shaded: a shard stalled (defined above)." if stalls else ""
     return [
         Plot(
-            "Speed of the extraction", plots.speed_over_time(values, marks, unit),
-            f"Tokens a second, over all jobs. {about}{told}",
+            "Speed of the extraction", plots.speed_over_time(values, marks, bands, unit),
+            f"Tokens a second, over all jobs. {about}{told}{stalled}",
             Table(
                 "", [f"{unit} from", "to", "tokens a second"],
                 [
@@ -194,7 +214,10 @@ def extraction_section(shards: Sequence[Mapping[str, Any]], dtype: str) -> Secti
             Figure("stalls", number(len(stalls)), _STALL),
         ]  # fmt: skip
         about = f"From {_clock(min(s['timeline']['started'] for s in timed))} on."
-        shown = _time_plots(times, cuts, about)
+        begun = min(float(shard["timeline"]["started"]) for shard in timed)
+        shown = _time_plots(
+            times, cuts, about, [(at - begun, length, name) for at, length, name in stalls[:_STALLS_SHOWN]]
+        )
         if stalls:
             most = f", the longest {_STALLS_SHOWN} of {len(stalls):,}" if len(stalls) > _STALLS_SHOWN else ""
             tables.append(

@@ -256,8 +256,20 @@ def _time_marks(marks: list[dict[str, Any]]) -> Any:
     )
 
 
-def speed_over_time(values: list[dict[str, Any]], marks: list[dict[str, Any]], unit: str) -> dict[str, Any]:
-    """Tokens a second; `values`: time (in `unit`s), speed from then on; `marks`: time, label."""
+def _time_bands(bands: list[dict[str, Any]]) -> Any:
+    import altair as alt
+
+    return (
+        alt.Chart(_data(bands))
+        .mark_rect(opacity=0.3, color="orange")
+        .encode(x="time:Q", x2="until:Q", tooltip=alt.Tooltip("label:N"))
+    )
+
+
+def speed_over_time(
+    values: list[dict[str, Any]], marks: list[dict[str, Any]], bands: list[dict[str, Any]], unit: str
+) -> dict[str, Any]:
+    """Tokens a second; `values`: time (in `unit`s), speed from then on; `marks`: time, label; `bands`: also until."""
     import altair as alt
 
     area = (
@@ -269,7 +281,8 @@ def speed_over_time(values: list[dict[str, Any]], marks: list[dict[str, Any]], u
             tooltip=["time:Q", alt.Tooltip("speed:Q", format=",.1f")],
         )
     )
-    return _finished(alt.layer(area, *([_time_marks(marks)] if marks else []), height=_HEIGHT))
+    layers = [*([_time_bands(bands)] if bands else []), area, *([_time_marks(marks)] if marks else [])]
+    return _finished(alt.layer(*layers, height=_HEIGHT))
 
 
 def bytes_over_time(values: list[dict[str, Any]], marks: list[dict[str, Any]], unit: str) -> dict[str, Any]:
