@@ -6,7 +6,7 @@ STAMP = $(VENV)/.installed
 # Two test files at a time, the long ones first: most of the time of a test one core is idle.
 TOGETHER = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo report test test-sglang test-slurm test-browser test-faults lint docs bench clean-venv
+.PHONY: demo report test test-sglang test-speculators test-slurm test-browser test-faults lint docs bench clean-venv
 
 # Prompts to a measured drafter, with the default configuration.
 demo: $(STAMP)
@@ -25,6 +25,11 @@ test: $(STAMP) lint
 test-sglang: $(STAMP)
 	$(VENV)/bin/python tests/integration/sglang/make_environment.py
 	$(VENV)/bin/python -m pytest tests/integration/sglang
+
+# The exported vLLM form in the hands of speculators, in an environment that is made first (torch and 1 GB more).
+test-speculators: $(STAMP)
+	bash benchmarks/peers/setup.sh speculators
+	$(VENV)/bin/python -m pytest tests/integration/test_speculators_load.py
 
 # The tests on a real SLURM on the loopback interface, which is installed first (apt-get, as root) if it is not there.
 test-slurm: $(STAMP)
