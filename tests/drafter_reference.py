@@ -134,7 +134,8 @@ def reference_states(
                 weights = torch.exp(scores - scores.max())
                 weights = weights / weights.sum()
                 mixed.append(sum(p * values[j][u][kv] for p, (j, u) in zip(weights, seen, strict=True)))
-            residual = state[t] + w[f"{layer}.o_proj.weight"] @ torch.cat(mixed)
+            own = _norm(state[t], w["midlayer.hidden_norm.weight"], eps) if shape.norm_before_residual else state[t]
+            residual = own + w[f"{layer}.o_proj.weight"] @ torch.cat(mixed)
             normed = _norm(residual, w["midlayer.post_attention_layernorm.weight"], eps)
             gate = w["midlayer.mlp.gate_proj.weight"] @ normed
             up = w["midlayer.mlp.up_proj.weight"] @ normed

@@ -40,8 +40,10 @@ echo '*' >"$venvs/.gitignore"
 for peer in "$@"; do
   case "$peer" in
     specforge) make_venv specforge specforge==0.2.0 -- ;;
-    # its data module, which the model imports, imports these three
-    speculators) make_venv speculators speculators==0.9.0 hs-connectors==0.9.0 -- datasets==5.1.0 openai==3.57.0 ;;
+    # its data module, which the model imports, imports these; its converter imports loguru
+    speculators)
+      make_venv speculators speculators==0.9.0 hs-connectors==0.9.0 -- datasets==5.1.0 openai==3.57.0 loguru==0.7.3
+      ;;
     *)
       echo "error: unknown peer '$peer'; choose specforge, speculators or both" >&2
       exit 2

@@ -36,9 +36,12 @@ def python() -> Path:
     return VENV / "bin" / "python"
 
 
-def test_speculators_loads_and_computes_the_same(python: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_speculators_loads_and_computes_the_same(python: Path, tmp_path: Path, normed: bool) -> None:
     # speculators' converter takes heads · head_dim for the width
-    shape = small_shape(hidden_size=16, target_hidden_size=16, num_attention_heads=4, head_dim=4)
+    shape = small_shape(
+        hidden_size=16, target_hidden_size=16, num_attention_heads=4, head_dim=4, norm_before_residual=normed
+    )
     weights = random_weights(shape, 0)
     ids = torch.arange(1, 1 + 2 * shape.draft_vocab_size, 2)
     weights |= {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(shape.vocab_size, dtype=torch.bool)}

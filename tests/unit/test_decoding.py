@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from eyas.decoding.eagle import EagleDrafting, EagleProposer
 from eyas.decoding.offline import chained_accuracy
 from eyas.decoding.proposers import Draft, Proposer
 from eyas.decoding.sampling import Sampler, Sampling
+from eyas.drafter.checkpoint import build_drafter
 from eyas.drafter.model import Drafter, StepPositions, TTTPositions
 from eyas.errors import EyasError
 from eyas.extraction.engines.transformers import Capture
@@ -194,10 +195,15 @@ def test_steps_that_were_not_decided_do_not_count() -> None:
     assert counts.length == 1 + (2 + 4 + 0 + 2 + 0 + 1) / 6
 
 
-@pytest.mark.parametrize("kind", ["trained", "random"])
+@pytest.mark.parametrize("kind", ["trained", "random", "normed residual"])
 @pytest.mark.parametrize("pieces", [[12], [1, 4, 7], [5, 5, 1, 1]])
 def test_drafting_equals_the_training_path_step_by_step(world: World, kind: str, pieces: list[int]) -> None:
-    drafter, steps = world.drafters[kind], 5
+    steps = 5
+    if kind == "normed residual":
+        shape = replace(world.drafters["trained"].shape, norm_before_residual=True)
+        drafter = build_drafter(shape, dict(world.drafters["trained"].state_dict()))
+    else:
+        drafter = world.drafters[kind]
     batch = world.data.batch([6])
     logits: list[torch.Tensor] = []
     draft, first = drafting(drafter, steps), 0

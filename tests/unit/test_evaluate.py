@@ -274,7 +274,7 @@ def test_sampling_is_neither_lossless_nor_not(evaluated: Evaluated, capsys: pyte
     "changes, said",
     [
         ({"vocab_size": 50000}, "its vocab_size is 50000"),
-        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_one_clear_error(

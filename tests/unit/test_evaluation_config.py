@@ -108,6 +108,16 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[st
         settings_of(tmp_path, monkeypatch, **wrong)
 
 
+def test_sglang_does_not_know_a_normed_residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_of(tmp_path, monkeypatch)
+    settings = values(engine="sglang")
+    settings["drafters"]["one"] = {"model": {"norm_before_residual": True}}
+    with pytest.raises(EyasError, match="drafters.one.model.norm_before_residual: SGLang does not know"):
+        plan_run(settings, "here")
+    settings["evaluation"] = {}
+    plan_run(settings, "here")
+
+
 def test_the_servers_of_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n')

@@ -217,6 +217,11 @@ def test_what_sglang_cannot_do_is_said(
         assert warnings == []
 
 
+def test_a_normed_residual_is_not_for_sglang(run: Run) -> None:
+    run.config["drafters"]["small"]["model"] = {"norm_before_residual": True}
+    assert "SGLang 0.5.23 does not know norm\\_before\\_residual" in run.describe()["sglang"]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -208,7 +208,7 @@ def test_the_form_of_speculators(run: Run, other: Other, tmp_path: Path, caplog:
     check_started_from(other, run, start(run, tmp_path / "epoch_0", "checkpoint", init_from=str(folder)).weights)
     assert warnings_of(caplog) == []
     for key, value, said in (
-        ("norm_before_residual", True, "norm_before_residual, with which the same weights compute something else"),
+        ("norm_before_residual", True, "set model.norm_before_residual: true to start from it"),
         ("transformer_layer_config", {"vocab_size": 41}, "vocab_size is 41, the target's is 40"),
         ("transformer_layer_config", {"num_attention_heads": 8}, "set model.head_dim: 2, model.num_attention_heads: 8"),
     ):
@@ -216,6 +216,24 @@ def test_the_form_of_speculators(run: Run, other: Other, tmp_path: Path, caplog:
         save_drafter(other.folder, FORMS["layers.0"](other.tensors), config)
         with pytest.raises(EyasError, match=said):
             start(run, tmp_path / "again", "checkpoint", init_from=str(folder))
+
+
+def test_a_head_whose_residual_is_normed(run: Run, other: Other, tmp_path: Path) -> None:
+    """As RedHat's speculators are: the run's drafter is one, too, and vLLM is told so."""
+    config = speculators_config(shape_of(run), len(other.ids), norm_before_residual=True)
+    folder = save_drafter(other.folder, FORMS["layers.0"](other.tensors), config)
+    checkpoint = start(run, tmp_path / "epoch_0", "checkpoint", init_from=str(folder), norm_before_residual=True)
+    assert checkpoint.shape.norm_before_residual
+    check_started_from(other, run, checkpoint.weights)
+    export_drafter(tmp_path / "epoch_0", "vllm", "llama", tmp_path / "vllm")
+    assert read_json_file(tmp_path / "vllm" / "config.json")["norm_before_residual"] is True
+    again = start(run, tmp_path / "again", "checkpoint", init_from=str(tmp_path / "vllm"), norm_before_residual=True)
+    assert again.shape == checkpoint.shape
+    with pytest.raises(EyasError, match="has norm_before_residual true, .*; set model.norm_before_residual: true"):
+        start(run, tmp_path / "refused", "checkpoint", init_from=str(tmp_path / "vllm"))
+    save_drafter(other.folder, FORMS["layers.0"](other.tensors), config | {"norm_before_residual": False})
+    with pytest.raises(EyasError, match="has norm_before_residual false, .*; set model.norm_before_residual: false"):
+        start(run, tmp_path / "refused", "checkpoint", init_from=str(folder), norm_before_residual=True)
 
 
 def test_a_drafter_of_another_width_brings_its_embedding(run: Run, tmp_path: Path) -> None:
@@ -335,7 +353,7 @@ def both(*changes: Change) -> Change:
     (put("t2d", torch.zeros(V, dtype=torch.bool)), "d2t and t2d contradict each other"),
     # meaning
     (configured(hidden_act="gelu"), "hidden_act is gelu"),
-    (configured(norm_before_residual=True), "switches on norm_before_residual"),
+    (configured(norm_before_residual=True), "has norm_before_residual true, .* something else than here"),
     (configured(eagle_config={"norm_before_fc": True}), "switches on norm_before_fc"),
     (configured(speculators_model_type="dflash"), "speculators_model_type is dflash"),
     (configured(rope_scaling="linear"), "config.json is not one of an EAGLE-3 drafter"),

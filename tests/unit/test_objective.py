@@ -27,6 +27,7 @@ DECAY = 0.8
 SHAPES = {
     "as the target": small_shape(),
     "other width": small_shape(hidden_size=8, head_dim=4, num_attention_heads=3, num_key_value_heads=1),
+    "normed residual": small_shape(norm_before_residual=True),
 }
 
 
@@ -98,8 +99,9 @@ def test_states_do_not_depend_on_where_queries_are_gathered() -> None:
         torch.testing.assert_close(some, every[torch.searchsorted(all_flat, flat)], rtol=0, atol=1e-12)
 
 
-def test_states_equal_the_loops_position_by_position() -> None:
-    case = Case()
+@pytest.mark.parametrize("shape_name", SHAPES)
+def test_states_equal_the_loops_position_by_position(shape_name: str) -> None:
+    case = Case(shape_name)
     where = find_predictions(replace(case.batch, mask=torch.ones_like(case.batch.mask)), 5).where
     states = case.drafter.ttt_states(case.batch.aux, case.batch.tokens, case.batch.positions, where)
     for start, end in case.batch.spans:

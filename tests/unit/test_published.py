@@ -58,6 +58,14 @@ def test_the_forms_of_published_heads(target: TargetModel, other: Other, form: s
     )
 
 
+def test_a_head_whose_residual_is_normed_is_run_as_one(target: TargetModel, other: Other) -> None:
+    other.save(norm_before_residual=True)
+    drafter = load_any_drafter(other.folder, target)
+    assert drafter.shape.norm_before_residual
+    other.save()
+    assert not load_any_drafter(other.folder, target).shape.norm_before_residual
+
+
 def test_the_form_of_speculators(target: TargetModel, run: Run, other: Other) -> None:
     config = speculators_config(shape_of(run), len(other.ids))
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
@@ -121,7 +129,7 @@ def test_heads_that_name_no_layers_read_the_servers_default(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "config, changed, said",
     [
-        ({"norm_before_residual": True}, {}, "switches on norm_before_residual"),
+        ({"norm_before_fc": True}, {}, "switches on norm_before_fc"),
         ({"vocab_size": 41}, {}, "vocab_size is 41, the target's is 40"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "rope_scaling is yarn"),
         ({"num_attention_heads": None}, {}, "no num_attention_heads"),

@@ -153,6 +153,12 @@ def _impossible(config: Config) -> list[str]:
     places = [*config.packages, *([config.target.path] if config.target.gguf else [])]
     if len({os.path.normpath(p) for p in places}) < len(places):
         problems.append("packages: two files would be written to the same place")
+    for name, drafter in config.drafters.items():
+        if drafter.model.norm_before_residual and config.evaluation.engine == "sglang":
+            problems.append(
+                f"drafters.{name}.model.norm_before_residual: SGLang does not know such drafters and computes something"
+                " else; set evaluation.engine: transformers"
+            )
     for place in config.packages:
         if os.path.isabs(place) or ".." in Path(place).parts:
             problems.append(f"packages.{place}: must be a path below the working folder")

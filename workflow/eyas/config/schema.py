@@ -198,6 +198,9 @@ class DrafterModel(Strict):
     """Key/value heads; null takes the target's."""
     head_dim: int | None = Field(None, ge=2)
     """Width of a head; null takes the target's."""
+    norm_before_residual: bool = False
+    """Add attention's output to the normed state, not to the state itself, as some published heads in speculators' form
+    do: for starting from one. vLLM serves such drafters, SGLang does not."""
 
     @model_validator(mode="after")
     def _possible(self) -> DrafterModel:

@@ -93,7 +93,8 @@ class DrafterCache:
         inputs = self.drafter.inputs(torch.tensor(tokens, device=device), state)
         self._put(inputs, first, slice(first, self.length))
         # One layer deep, nothing but keys and values is ever read of the positions before the last.
-        return self._attend(inputs[-1:], state[-1:], slice(self.length - 1, self.length), self.length, None)
+        residual = self.drafter.residual(state, inputs[:, state.shape[1] :])
+        return self._attend(inputs[-1:], residual[-1:], slice(self.length - 1, self.length), self.length, None)
 
     def step(self, tokens: Tensor, states: Tensor, step: int, seen: Tensor | None = None) -> Tensor:
         """The next states [n, H] of n drafted tokens, all of them at draft step `step` (from 1).
@@ -109,14 +110,15 @@ class DrafterCache:
         at = slice(position, position + 1)
         inputs = self.drafter.inputs(tokens, states)
         self._put(inputs, first, at)
-        return self._attend(inputs, states, at, first + len(tokens), seen)
+        residual = self.drafter.residual(states, inputs[:, states.shape[1] :])
+        return self._attend(inputs, residual, at, first + len(tokens), seen)
 
     def _put(self, inputs: Tensor, first: int, at: slice) -> None:
         key, value = self.drafter.midlayer.self_attn.key_value(inputs, self.cos[at], self.sin[at])
         self.keys[:, first : first + len(inputs)] = key.transpose(0, 1)
         self.values[:, first : first + len(inputs)] = value.transpose(0, 1)
 
-    def _attend(self, inputs: Tensor, states: Tensor, at: slice, stop: int, seen: Tensor | None) -> Tensor:
+    def _attend(self, inputs: Tensor, residual: Tensor, at: slice, stop: int, seen: Tensor | None) -> Tensor:
         """The next states of queries at positions `at`, over the keys up to `stop`."""
         query = self.drafter.midlayer.self_attn.query(inputs, self.cos[at], self.sin[at])
         n, kv_heads = len(inputs), len(self.keys)
@@ -129,4 +131,4 @@ class DrafterCache:
             drafted.masked_fill_(~seen[:, None], float("-inf"))
         mixed = torch.softmax(scores, -1) @ self.values[:, :stop]
         mixed = mixed.view(shape).transpose(0, 1).reshape(n, -1, shape[-1])
-        return self.drafter.finish(states, mixed)
+        return self.drafter.finish(residual, mixed)

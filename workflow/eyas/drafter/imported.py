@@ -26,7 +26,7 @@ CONFIG = "config.json"
 # Constants, and copies of the target's that speculators keeps for its own training.
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 # Switches of other trainers (all off by default) under which the same tensors mean another function.
-_OTHER_ARITHMETIC = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_OTHER_ARITHMETIC = ("norm_before_fc", "fc_norm", "norm_output")
 # Targets for which SGLang 0.5.23 adds 1 to layer ids only when the first of them is 1.
 _DEEPSEEK_LIKE = ("deepseek", "kimi")
 _OWN_CHECKPOINT = (FACTS, "selection.json")  # either file says that Eyas wrote the folder
@@ -173,6 +173,12 @@ def _check_meaning(
             folder,
             f"its config.json switches on {', '.join(on)}, with which the same weights compute something else than"
             " Eyas's drafter does; take another drafter",
+        )
+    if (before := bool(config.get("norm_before_residual"))) != shape.norm_before_residual:
+        raise _wrong(
+            folder,
+            f"its config.json has norm_before_residual {json.dumps(before)}, with which the same weights compute"
+            f" something else than here; set model.norm_before_residual: {json.dumps(before)} to start from it",
         )
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise _wrong(folder, f"its hidden_act is {activation}, Eyas's drafter has silu; take another drafter")

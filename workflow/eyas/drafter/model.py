@@ -135,11 +135,18 @@ class Drafter(nn.Module):
             [layer.input_layernorm(self.embed_tokens(tokens).to(state.dtype)), layer.hidden_norm(state)], -1
         )
 
+    def residual(self, state: Tensor, normed: Tensor) -> Tensor:
+        """What attention's output is added to, of states [N, H] and the same states normed."""
+        return normed if self.shape.norm_before_residual else state
+
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary(positions, self.shape.head_dim, self.shape.rope_theta)
 
     def finish(self, state: Tensor, attended: Tensor, linear: SharedWeights | None = None) -> Tensor:
-        """The layer's residual branches: next state g [N, H], not normed, from attention [N, heads, d]."""
+        """The layer's residual branches: next state g [N, H], not normed, from attention [N, heads, d].
+
+        `state`: what :meth:`residual` gives.
+        """
         linear = linear or SharedWeights(self.norm.weight.dtype)
         mlp = self.midlayer.mlp
         residual = state + linear(self.midlayer.self_attn.o_proj, attended.flatten(-2))
@@ -204,7 +211,7 @@ class Drafter(nn.Module):
                 values.append(Shared(attention.heads(value)))
             query = linear(attention.q_proj, normed, of_state, token_query.index_select(0, query_row[row]))
             query = rotate(attention.heads(query), cos[at], sin[at])
-            state = self.finish(state, attend(query, keys, values, blocks), linear)
+            state = self.finish(self.residual(state, normed), attend(query, keys, values, blocks), linear)
             states.append(state)
         return states
 

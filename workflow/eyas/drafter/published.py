@@ -58,6 +58,7 @@ def _shape_of(folder: Path, config: dict[str, Any], target: TargetModel, layers:
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),
         pad_token_id=config.get("pad_token_id"),
+        norm_before_residual=bool(config.get("norm_before_residual")),
     )
 
 

@@ -29,6 +29,8 @@ class DrafterShape:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    norm_before_residual: bool = False
+    """Whether the layer's residual is the normed state in place of the state itself (speculators' and vLLM's name)."""
 
     def config_json(self, layer_ids: list[int] | None = None) -> dict[str, Any]:
         """Contents of config.json; `layer_ids` in the convention of the server it is for.
@@ -67,6 +69,8 @@ class DrafterShape:
                 config[key] = getattr(self, key)
         if self.target_hidden_size != self.hidden_size:
             config["target_hidden_size"] = self.target_hidden_size
+        if self.norm_before_residual:
+            config["norm_before_residual"] = True
         return config
 
     @classmethod
@@ -90,6 +94,7 @@ class DrafterShape:
             bos_token_id=config.get("bos_token_id"),
             eos_token_id=config.get("eos_token_id"),
             pad_token_id=config.get("pad_token_id"),
+            norm_before_residual=bool(config.get("norm_before_residual")),
         )
 
     @classmethod
@@ -131,6 +136,7 @@ class DrafterShape:
             bos_token_id=getattr(target_config, "bos_token_id", None),
             eos_token_id=getattr(target_config, "eos_token_id", None),
             pad_token_id=getattr(target_config, "pad_token_id", None),
+            norm_before_residual=bool(model_settings.get("norm_before_residual")),
         )
 
     def describe(self) -> str:

@@ -36,11 +36,12 @@ def _target_config(target: TargetReference) -> dict[str, Any]:
         return {}
 
 
-def _serving_problem(target_config: dict[str, Any], layers: list[int]) -> str | None:
+def _serving_problem(target_config: dict[str, Any], layers: list[int], model: dict[str, Any]) -> str | None:
     """What SGLang cannot do with such a drafter, as far as the target's config.json tells."""
     inner = target_config.get("text_config")
     values = target_config | (inner if isinstance(inner, dict) else {})
-    return sglang_serving_problem(str(values.get("model_type")), int(values.get("num_hidden_layers") or -1), layers)
+    depth = int(values.get("num_hidden_layers") or -1)
+    return sglang_serving_problem(str(values.get("model_type")), depth, layers, model["norm_before_residual"])
 
 
 def _evaluation(file: Path) -> dict[str, Any] | None:
@@ -63,7 +64,7 @@ def describe_exports(run: Path, drafter: str, target: TargetReference, gguf: str
     manifest = read_json(run / "hidden_states" / "data_config.json", "manifest")
     size = config["drafter"]["draft_vocab_size"]
     target_config = _target_config(target)
-    problem = _serving_problem(target_config, manifest["layers"])
+    problem = _serving_problem(target_config, manifest["layers"], config["drafter"]["model"])
     if problem:
         log.warning("%s: %s.", folder / "export" / "sglang", problem)
     facts = CardFacts(

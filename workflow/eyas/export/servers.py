@@ -32,12 +32,18 @@ def sglang_layer_ids(layers: list[int], target_model_type: str) -> list[int]:
     return list(layers)
 
 
-def sglang_serving_problem(model_type: str, num_hidden_layers: int, layers: Sequence[int]) -> str | None:
+def sglang_serving_problem(
+    model_type: str, num_hidden_layers: int, layers: Sequence[int], norm_before_residual: bool = False
+) -> str | None:
     """Why a drafter that reads `layers` (0-based) drafts badly or not at all on SGLang 0.5.23; None where it can."""
     if why := wrong_states(model_type):
         return f"SGLang 0.5.23 takes wrong hidden states of {model_type} targets ({why}): few drafts will be accepted"
     if layers[-1] == num_hidden_layers - 1:
         return "the drafter reads the output of the target's last layer, which SGLang 0.5.23 cannot capture"
+    if norm_before_residual:
+        return (
+            "SGLang 0.5.23 does not know norm_before_residual and computes something else: few drafts will be accepted"
+        )
     return None
 
 
@@ -58,5 +64,7 @@ def server_config(shape: DrafterShape, server: str, target_model_type: str) -> d
         return shape.config_json(sglang_layer_ids(list(shape.layers), target_model_type))
     if server == "vllm":
         ids = vllm_layer_ids(list(shape.layers))
-        return shape.config_json(ids) | {"eagle_aux_hidden_state_layer_ids": ids, "norm_before_residual": False}
+        return shape.config_json(ids) | {
+            "eagle_aux_hidden_state_layer_ids": ids, "norm_before_residual": shape.norm_before_residual,
+        }  # fmt: skip
     raise ValueError(f"{server} is none of {', '.join(SERVERS)}")
