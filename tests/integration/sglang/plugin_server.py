@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -118,8 +119,9 @@ def sglang_server(
     everything = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT | environment
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            command(port, key_file), env=everything, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command(port, key_file), env=everything, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: not longer than pytest
+        )  # fmt: skip
     server = SglangServer(f"http://127.0.0.1:{port}", key, log, process)
     try:
         deadline = time.monotonic() + 600
