@@ -139,7 +139,7 @@ def without_times(name: str, content: bytes) -> bytes:
     """A file's contents without wall-clock times, and digests of them: two runs never agree on those."""
     if name in ("summary.txt", "report.html") or name.endswith("/README.md"):
         return b""  # they show the figures that summary.json and evaluation.json hold
-    timed = ("seconds", "speedup", "digest", "summary.txt", "README.md")
+    timed = ("seconds", "tokens_per_second", "speedup", "digest", "summary.txt", "README.md")
 
     def stripped(value: Any) -> Any:
         if isinstance(value, dict):

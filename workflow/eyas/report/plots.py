@@ -261,7 +261,7 @@ def _time_bands(bands: list[dict[str, Any]]) -> Any:
 
     return (
         alt.Chart(_data(bands))
-        .mark_rect(opacity=0.3, color="orange")
+        .mark_rect(opacity=0.3, color="#b8560a")  # seen by day and by night
         .encode(x="time:Q", x2="until:Q", tooltip=alt.Tooltip("label:N"))
     )
 
