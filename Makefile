@@ -43,7 +43,7 @@ test-browser: $(STAMP)
 
 # All injected faults; the table in docs/reliability.md is the last one. Hours; `pytest tests/faults` tries some of each.
 test-faults: $(STAMP)
-	$(VENV)/bin/python -m pytest tests/faults --faults all --faults-page docs/reliability.md
+	$(VENV)/bin/python -m pytest $(TOGETHER) tests/faults --faults all --faults-page docs/reliability.md
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

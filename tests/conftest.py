@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files first: of several workers (pytest-xdist), none begins one when the others have ended."""
-    items.sort(key=lambda item: "unit" in item.path.parts)
+    items.sort(key=lambda item: ("unit" in item.path.parts, item.path.stem != "test_kill_storm"))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from ledger import Faults, Ledger, replace_table, table
+from ledger import Faults, Ledger, add, replace_table, table
 
 LEDGER = pytest.StashKey[Ledger]()
 
@@ -26,10 +26,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     return result
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands its ledger to the process that prints the table."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["faults"] = session.config.stash.get(LEDGER, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    add(node.config.stash.setdefault(LEDGER, {}), getattr(node, "workeroutput", {}).get("faults", {}))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Below pytest's own last line."""
     ledger = config.stash.get(LEDGER, {})
-    if not ledger:
+    if not ledger or hasattr(config, "workeroutput"):
         return
     print("", *table(ledger), sep="\n")
     if page := config.getoption("--faults-page"):

@@ -32,9 +32,7 @@ class Faults:
         return full if self.all else quick
 
     def record(self, fault: str, tried: int, survived: int) -> None:
-        line = self.ledger.setdefault(fault, [0, 0])
-        line[0] += tried
-        line[1] += survived
+        add(self.ledger, {fault: [tried, survived]})
 
     @contextmanager
     def tried(self, fault: str, case: object = "") -> Iterator[None]:
@@ -46,6 +44,14 @@ class Faults:
             self.record(fault, 1, 0)
         else:
             self.record(fault, 1, 1)
+
+
+def add(ledger: Ledger, more: Ledger) -> None:
+    """Add what another process, or another case, tried."""
+    for fault, (tried, survived) in more.items():
+        line = ledger.setdefault(fault, [0, 0])
+        line[0] += tried
+        line[1] += survived
 
 
 def table(ledger: Ledger) -> list[str]:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from eyas.config.schema import PromptFiles
+from eyas.conversations import read_rows
 from eyas.conversations.prompts import write_prompts
 from eyas.extraction.engines.base import Captured, CapturedRow
 from eyas.extraction.manifest import read_manifest, write_manifest
@@ -20,6 +21,7 @@ from eyas.shards import Shard, shards_of
 from eyas.target.tokenizer import TargetReference
 from eyas.tokenization.shard import tokenize_shard
 from ledger import Faults
+from recorded_rows import write_recorded_rows
 
 WIDTH = 64  # of the tiny target
 
@@ -66,8 +68,10 @@ def tokenize(run: Path, shard: Shard, target: TargetReference) -> None:
         "max_length": 128, "overlong": "skip", "truncation_side": "right", "train_on": "all_turns", "reasoning": "train",
         "template_options": {},
     }  # fmt: skip
-    name = f"{shard.name}.safetensors"
-    tokenize_shard(run / "prompts" / f"{shard.name}.jsonl", run / "tokens" / name, target, settings)
+    name = f"{shard.name}.jsonl"
+    # the responses are in the prompts already
+    conversations = write_recorded_rows(run / "conversations" / name, read_rows(run / "prompts" / name))
+    tokenize_shard(conversations, (run / "tokens" / name).with_suffix(".safetensors"), target, settings)
 
 
 @pytest.mark.timeout(3 * 3600)
