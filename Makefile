@@ -16,10 +16,10 @@ demo: $(STAMP)
 report: $(STAMP)
 	$(VENV)/bin/eyas report $(if $(CONFIG),--configfile '$(CONFIG)')
 
-# The linters, then every test but the injected faults and those that need SGLang or SLURM. Those in a browser are
-# skipped where there is none.
+# The linters, then every test but those that need SGLang or SLURM, and some of the injected faults. Those in a browser
+# are skipped where there is none.
 test: $(STAMP) lint
-	$(VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/integration/sglang --ignore tests/integration/slurm --ignore tests/faults
+	$(VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/integration/sglang --ignore tests/integration/slurm
 
 # The tests against real SGLang servers on the CPU, in an environment that is made first (four minutes, 2.6 GB).
 test-sglang: $(STAMP)
@@ -41,7 +41,7 @@ test-browser: $(STAMP)
 	$(VENV)/bin/python tests/integration/browser/set_up.py
 	$(VENV)/bin/python -m pytest tests/integration/browser
 
-# All injected faults; the table in docs/reliability.md is the last one. Hours; `pytest tests/faults` tries some of each.
+# All injected faults; the table in docs/reliability.md is the last one. Hours; `make test` tries some of each.
 test-faults: $(STAMP)
 	$(VENV)/bin/python -m pytest $(TOGETHER) tests/faults --faults all --faults-page docs/reliability.md
 

@@ -31,6 +31,11 @@ class Faults:
         """How many cases to try."""
         return full if self.all else quick
 
+    def skip_unless_all(self) -> None:
+        """For whole runs of Snakemake, which the quick subset has no time for."""
+        if not self.all:
+            pytest.skip("with --faults all")
+
     def record(self, fault: str, tried: int, survived: int) -> None:
         add(self.ledger, {fault: [tried, survived]})
 

@@ -50,8 +50,9 @@ def test_two_snakemakes_in_one_folder(faults: Faults, finished: Workdir, referen
 @pytest.mark.timeout(3600)
 def test_two_snakemakes_in_two_folders_on_one_run(faults: Faults, reference: Workdir, tmp_path: Path) -> None:
     """They share the results only: each file is written once, by one of them."""
+    faults.skip_unless_all()
     target = Path(reference.settings["target"]["path"])
-    for number in range(faults.count(1, 3)):
+    for number in range(3):
         works = [new_workdir(tmp_path / f"{number}_{name}", target) for name in "ab"]
         shared = tmp_path / f"shared_{number}"
         shared.mkdir()

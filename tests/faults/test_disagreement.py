@@ -30,6 +30,9 @@ def put(key: str, value: Any) -> Change:
 # what differs: (change of the manifest, what the message names: the manifest's, then the other's)
 MANIFESTS: dict[str, tuple[Change, list[str]]] = {
     "another target": (put("target.config_hash", "sha256:" + "0" * 64), ["0" * 64, "sha256:"]),
+    "another revision": (put("target.revision", "v2"), ["v2", "None"]),
+    "another dtype of the target": (put("target.dtype", "float16"), ["float16", "float32"]),
+    "a target that is missing": (put("target", None), ["target is missing or wrong"]),
     "another tokenizer": (put("tokenizer_hash", "xxh3_128:" + "0" * 32), ["0" * 32, "xxh3_128:"]),
     "another chat template": (put("chat_template_hash", "xxh3_128:" + "1" * 32), ["1" * 32, "xxh3_128:"]),
     "other layers": (put("layers", [0, 1, 2]), ["[0, 1, 2]", "[0, 2, 3]"]),

@@ -174,8 +174,8 @@ def test_the_workflow_on_a_disk_that_fills_up(
     faults: Faults, disk: Callable[[str], Disk], reference: Workdir, tmp_path: Path
 ) -> None:
     """Real Snakemake: whatever stage meets the end of the disk says so, and goes on when there is room."""
-    sizes = [60, 400, 900, 1500, 2500] if faults.all else [400]  # kB, of about 5 MB
-    for size in sizes:
+    faults.skip_unless_all()
+    for size in (60, 400, 900, 1500, 2500):  # kB, of about 5 MB
         small = disk("size=64m")
         work = new_workdir(small.place / "work", Path(reference.settings["target"]["path"]))
         filler = small.place / "filler"
@@ -223,8 +223,7 @@ def test_a_read_only_disk(faults: Faults, disk: Callable[[str], Disk], finished:
     ids=["spaces", "quotes", "unicode", "200 characters"],
 )
 def test_paths(name: str, faults: Faults, reference: Workdir, tmp_path: Path) -> None:
-    if not faults.all and name != "two words":
-        pytest.skip("with --faults all")
+    faults.skip_unless_all()
     work = new_workdir(tmp_path / name, Path(reference.settings["target"]["path"]))
     with faults.tried("a folder with an unusual name", name):
         work.run()

@@ -112,7 +112,7 @@ def same_as_undisturbed(work: Workdir, reference: Workdir) -> None:
 
 @pytest.mark.timeout(4 * 3600)
 def test_kill_storm(faults: Faults, reference: Workdir, tmp_path: Path) -> None:
-    left = faults.count(4, 200)
+    left = faults.count(3, 200)
     stages: Counter[str] = Counter()
     runs = 0
     while left:

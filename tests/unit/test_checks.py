@@ -18,7 +18,7 @@ from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest
 from eyas.shards import files
-from eyas.target.model import config_hash
+from eyas.target.model import target_identity
 from eyas.target.tokenizer import TargetReference, tokenizer_hashes
 from tiny import make_tokenizer
 
@@ -43,7 +43,7 @@ def shape(target: TargetReference) -> DrafterShape:
 def values(target: TargetReference) -> dict[str, Any]:
     """A manifest's values that fit."""
     return {
-        "target": {"config_hash": config_hash(target)}, **tokenizer_hashes(make_tokenizer()), "layers": [0, 1, 3],
+        "target": target_identity(target), **tokenizer_hashes(make_tokenizer()), "layers": [0, 1, 3],
         "dtype": "float32", "hidden_size": 16, "totals": {"rows": 5, "skipped": 2},
     }  # fmt: skip
 
@@ -65,6 +65,8 @@ def test_what_fits_is_accepted(values: dict[str, Any], target: TargetReference, 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "target": ({"target": {"config_hash": "sha256:other"}}, "config hash is sha256:other, {path} has {config}"),
+    "revision": ({"target": {"revision": "v2"}}, "target's revision is v2, {path} has None"),
+    "target's dtype": ({"target": {"dtype": "float16"}}, "target's dtype is float16, the configuration has float32"),
     "tokenizer": ({"tokenizer_hash": "xxh3_128:other"}, "tokenizer hash is xxh3_128:other, {path} has {tokenizer}"),
     "template": (
         {"chat_template_hash": "xxh3_128:other"}, "chat template hash is xxh3_128:other, {path} has {template}",
@@ -76,6 +78,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "drafter's layers": ({"layers": [0, 1, 2]}, "layers is [0, 1, 2], the drafter has [0, 1, 3]"),
     "drafter's width": ({"hidden_size": 32}, "hidden size is 32, the drafter has 16"),
 }  # fmt: skip
+
+
+def changed(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    return values | change | {"target": values["target"] | change.get("target", {})}
 
 
 def filled(words: str, values: dict[str, Any], target: TargetReference) -> str:
@@ -90,7 +96,7 @@ def test_each_disagreement_names_both_values(
     what: str, values: dict[str, Any], target: TargetReference, shape: DrafterShape
 ) -> None:
     change, words = CHANGES[what]
-    message = refusal(values | change, target, shape, EXPECTED)
+    message = refusal(changed(values, change), target, shape, EXPECTED)
     assert filled(words, values, target) in message
     assert message.count(" has ") == (2 if "layers" in change or "hidden_size" in change else 1)
 
@@ -100,7 +106,7 @@ def test_all_disagreements_are_in_one_message(
 ) -> None:
     spoilt = values.copy()
     for change, _ in CHANGES.values():
-        spoilt |= change
+        spoilt = changed(spoilt, change)
     message = refusal(spoilt, target, shape, EXPECTED)
     for _, words in CHANGES.values():
         assert filled(words, values, target) in message

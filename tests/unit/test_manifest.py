@@ -17,7 +17,7 @@ from eyas.shards import TensorFileWriter, checksum, describe_file, write_json
 
 HIDDEN = 4
 COMMON = {
-    "target": {"path": "models/tiny", "revision": None, "config_hash": "xxh3_128:aa"},
+    "target": {"path": "models/tiny", "revision": None, "config_hash": "xxh3_128:aa", "dtype": "float32"},
     "tokenizer_hash": "xxh3_128:bb",
     "chat_template_hash": "xxh3_128:cc",
     "layers": [1, 2, 3],

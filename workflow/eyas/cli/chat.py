@@ -229,13 +229,13 @@ def load(options: ChatOptions) -> Talk:
     from eyas.decoding.tree_pass import require_trees
     from eyas.extraction.manifest import require, require_target
     from eyas.target.chat import ChatTemplate
-    from eyas.target.model import config_hash, load_target
+    from eyas.target.model import load_target, target_identity
     from eyas.target.tokenizer import end_of_turn_ids, load_tokenizer, tokenizer_hashes
 
     sampling = Sampling(options.temperature, options.seed)
     size = TreeSize.of(options.draft_steps, options.topk, options.draft_tokens)
     tokenizer = load_tokenizer(reference)
-    require_target(manifest, config_hash(reference), reference.path)
+    require_target(manifest, target_identity(reference))
     require(manifest, **tokenizer_hashes(tokenizer))
     target = load_target(reference, options.gpu)
     drafter = _load_drafter(folder, target)

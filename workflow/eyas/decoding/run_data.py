@@ -16,7 +16,7 @@ from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, read_manifest, require, require_target
 from eyas.shards import read_json
 from eyas.target.chat import ChatTemplate
-from eyas.target.model import config_hash
+from eyas.target.model import target_identity
 from eyas.target.tokenizer import TargetReference, end_of_turn_ids, load_tokenizer, tokenizer_hashes
 from eyas.versions import VERSIONS
 
@@ -51,7 +51,7 @@ class RunData:
         self.run, self.settings = run, settings
         self.manifest = run.manifest()
         self.tokenizer = load_tokenizer(reference)
-        require_target(self.manifest, config_hash(reference), reference.path)
+        require_target(self.manifest, target_identity(reference))
         require(self.manifest, **tokenizer_hashes(self.tokenizer))
         self.end_ids = end_of_turn_ids(reference, self.tokenizer)
 

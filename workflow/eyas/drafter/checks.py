@@ -9,10 +9,10 @@ from typing import Any
 
 from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
-from eyas.extraction.manifest import Manifest
+from eyas.extraction.manifest import Manifest, target_differences
 from eyas.jobs import Progress
 from eyas.shards import checksum, read_json, write_json, write_lock
-from eyas.target.model import config_hash
+from eyas.target.model import target_identity
 from eyas.target.tokenizer import TargetReference, load_tokenizer, text_config, tokenizer_hashes
 
 log = logging.getLogger(__name__)
@@ -29,20 +29,22 @@ def require_fit(manifest: Manifest, target: TargetReference, shape: DrafterShape
     hashes = tokenizer_hashes(load_tokenizer(target))
     rows = values["totals"]["rows"] + values["totals"].get("skipped", 0)
     facts = [
-        ("the target's config hash", values["target"]["config_hash"], config_hash(target), target.path),
+        *target_differences(manifest, target_identity(target)),
+        ("target's dtype", values["target"]["dtype"], target.dtype, "the configuration"),
         *((key.replace("_", " "), values[key], found, target.path) for key, found in hashes.items()),
         ("hidden size", values["hidden_size"], int(config.hidden_size), target.path),
         ("hidden size", values["hidden_size"], shape.target_hidden_size, "the drafter"),
         ("layers", list(values["layers"]), list(shape.layers), "the drafter"),
         ("vocabulary size", shape.vocab_size, int(config.vocab_size), target.path),
-        ("layers", list(values["layers"]), expected.get("layers"), "the configuration"),
-        ("dtype", values["dtype"], expected.get("dtype"), "the configuration"),
-        ("number of rows", rows, expected.get("rows"), "the configuration"),
+    ]
+    configured = {"layers": list(values["layers"]), "dtype": values["dtype"], "rows": rows}
+    facts += [
+        (key.replace("rows", "number of rows"), found, expected[key], "the configuration")
+        for key, found in configured.items()
+        if expected.get(key) is not None
     ]
     problems = [
-        f"its {name} is {found}, {where} has {wanted}"
-        for name, found, wanted, where in facts
-        if wanted is not None and found != wanted
+        f"its {name} is {found}, {where} has {wanted}" for name, found, wanted, where in facts if found != wanted
     ]
     if problems:
         raise EyasError(

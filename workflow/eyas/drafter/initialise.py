@@ -15,7 +15,7 @@ from eyas.drafter.shape import DrafterShape, tensor_shapes
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, require, require_target
 from eyas.target.head import embedding_and_head, load_head
-from eyas.target.model import config_hash
+from eyas.target.model import target_identity
 from eyas.target.tokenizer import TargetReference, text_config
 from eyas.target.weights import load_tensors, stored_names
 from eyas.vocabulary import VocabularyMap
@@ -129,7 +129,7 @@ def initialise(
     Raises EyasError when target, manifest, map and what the drafter starts from do not fit together.
     """
     config = text_config(target)
-    require_target(manifest, config_hash(target), target.path)
+    require_target(manifest, target_identity(target))
     require(manifest, hidden_size=int(config.hidden_size))
     if len(mapping.t2d) != config.vocab_size:
         raise EyasError(

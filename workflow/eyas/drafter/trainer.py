@@ -19,7 +19,7 @@ from eyas.drafter.selection import stopped_after
 from eyas.drafter.step import read_moments
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, require_target
-from eyas.target.model import config_hash
+from eyas.target.model import target_identity
 from eyas.target.tokenizer import TargetReference
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def train_epoch(
             f"{previous}: was trained on other data (manifest {checkpoint.facts['manifest_digest']}, now"
             f" {manifest.digest}); delete the drafter's folder and run snakemake again"
         )
-    require_target(manifest, config_hash(target), target.path)
+    require_target(manifest, target_identity(target))
     facts = {k: v for k, v in checkpoint.facts.items() if k not in ("files", "fingerprint", "format_version")}
     stopped = stopped_after(facts["history"], runtime.early_stop)
     if stopped is not None:

@@ -20,6 +20,11 @@ FORMAT_VERSION = VERSIONS["manifest"]
 
 # What all shards of a run must have in common.
 _COMMON = ("target", "tokenizer_hash", "chat_template_hash", "layers", "dtype", "hidden_size")
+# Of what kind these and the others are.
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "target": dict, "tokenizer_hash": str, "chat_template_hash": str, "layers": list, "dtype": str,
+    "hidden_size": int, "shards": list, "totals": dict,
+}  # fmt: skip
 # What adds up over the shards. A row comes to one sequence or to several.
 _SUMS = ("rows", "sequences", "tokens", "bytes")
 
@@ -139,6 +144,13 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: format version {found}, this Eyas reads {FORMAT_VERSION}; delete it and run snakemake again"
         )
     try:
+        for key, kinds in _TYPES.items():
+            if not isinstance(values[key], kinds):
+                raise TypeError(key)
+        if not all(isinstance(layer, int) for layer in values["layers"]):
+            raise TypeError("layers")
+        for key in ("path", "revision", "config_hash", "dtype"):
+            values["target"][key]
         for entry in values["shards"]:
             shard = path.parent / entry["file"]
             size = shard.stat().st_size if shard.exists() else None
@@ -157,14 +169,26 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(path, values)
 
 
-def require_target(manifest: Manifest, config_hash: str, path: str) -> None:
-    """Raise EyasError when the manifest's states come from another target than the one at hand."""
-    found = manifest.values["target"]["config_hash"]
-    if found != config_hash:
-        raise EyasError(
-            f"{manifest.path}: its states come from a target with config hash {found}, {path} has {config_hash};"
-            " correct target.path, or delete the run's hidden_states and run snakemake again"
-        )
+def target_differences(manifest: Manifest, identity: dict[str, Any]) -> list[tuple[str, Any, Any, str]]:
+    """What a target is compared by: (name, the manifest's, the target's, whose).
+
+    `identity`: `target_identity` of the target at hand. Folders move: the revision says something of the same path.
+    """
+    recorded, path = manifest.values["target"], identity["path"]
+    facts = [("target's config hash", recorded["config_hash"], identity["config_hash"], path)]
+    if recorded["path"] == path:
+        facts.append(("target's revision", recorded["revision"], identity["revision"], path))
+    return facts
+
+
+def require_target(manifest: Manifest, identity: dict[str, Any]) -> None:
+    """Raise EyasError when the manifest's states come from another target than the one at hand (`target_identity`)."""
+    for name, found, wanted, path in target_differences(manifest, identity):
+        if found != wanted:
+            raise EyasError(
+                f"{manifest.path}: its {name} is {found}, {path} has {wanted}; correct target.path and"
+                " target.revision, or delete the run's hidden_states and run snakemake again"
+            )
 
 
 def require(manifest: Manifest, **expected: Any) -> None:
