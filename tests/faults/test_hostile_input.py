@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def changed(chance: random.Random, values: Any) -> Any:
             if isinstance(inner, dict) and chance.random() < 0.2:
                 inner[str(chance.choice(NASTY))] = inner.pop(key)
             else:
-                inner[key] = chance.choice(NASTY)
+                inner[key] = deepcopy(chance.choice(NASTY))
     return copy
 
 

@@ -59,8 +59,17 @@ def refusal(values: dict[str, Any], target: TargetReference, shape: DrafterShape
 
 def test_what_fits_is_accepted(values: dict[str, Any], target: TargetReference, shape: DrafterShape) -> None:
     manifest = Manifest(Path("data_config.json"), values)
-    for expected in (EXPECTED, {}, {"layers": None, "dtype": None, "rows": None}):
+    for expected in (EXPECTED, {}, {"dtype": None, "rows": None}):
         require_fit(manifest, target, shape, expected)
+
+
+def test_layers_that_are_not_configured_are_the_default_ones(
+    values: dict[str, Any], target: TargetReference, shape: DrafterShape
+) -> None:
+    message = refusal(values, target, shape, {"layers": None})
+    assert "its layers is [0, 1, 3], the configuration has [0, 2, 4]" in message
+    drafter = DrafterShape(**vars(shape) | {"layers": (0, 2, 4)})
+    require_fit(Manifest(Path("data_config.json"), values | {"layers": [0, 2, 4]}), target, drafter, {"layers": None})
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {

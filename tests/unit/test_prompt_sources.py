@@ -310,7 +310,7 @@ def test_files_with_a_flipped_byte_are_damaged(tmp_path: Path, container: str):
         whole[len(whole) // 2] ^= 0xFF
     path.write_bytes(whole)
     with pytest.raises(EyasError, match=r"damaged or cut off after record \d+ \("):
-        write_prompts(plain(path), 200, 500, 500, tmp_path / "out")
+        write_prompts(plain(path), 400, 500, 500, tmp_path / "out")
 
 
 # ---- Parquet
@@ -411,6 +411,14 @@ def test_parquet_files_without_prompts(tmp_path: Path):
     path.write_bytes(b'{"prompt": "hi"}\n')
     with pytest.raises(EyasError, match="damaged or cut off"):
         count_records([str(path)])
+
+
+def test_a_parquet_column_whose_name_is_no_utf8(tmp_path: Path):
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "säll": ["b"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace("ä".encode(), b"\xe5 "))
+    with pytest.raises(EyasError, match=r"p\.parquet is damaged or cut off after record 0 \('utf-8' codec"):
+        list(read_records(str(path)))
 
 
 # ---- missing and unreadable files

@@ -264,7 +264,7 @@ def _open_parquet(path: str) -> Any:
 
     try:
         return ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER)
-    except ArrowException as exc:
+    except (ArrowException, UnicodeDecodeError) as exc:
         raise Damaged(_first_line(exc)) from None
 
 
@@ -277,20 +277,21 @@ def _parquet_records(path: str) -> Iterator[Record]:
     from pyarrow import ArrowException
 
     with _open_parquet(path) as file:
-        names = file.schema_arrow.names
-        columns = [name for name in names if name in RECORD_KEYS]
-        if not FORMAT_KEYS.intersection(columns):
-            raise EyasError(
-                f"data.prompts: {path} has none of the columns {', '.join(sorted(FORMAT_KEYS))}; it has"
-                f" {', '.join(names[:20])}"
-            )
         number = 0
         try:
+            names = file.schema_arrow.names
+            columns = [name for name in names if name in RECORD_KEYS]
+            if not FORMAT_KEYS.intersection(columns):
+                raise EyasError(
+                    f"data.prompts: {path} has none of the columns {', '.join(sorted(FORMAT_KEYS))}; it has"
+                    f" {', '.join(names[:20])}"
+                )
             for batch in file.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False):
                 for value, problem in _batch_values(batch):
                     number += 1
                     yield Record(number, _without_nulls(value), problem)
-        except (ArrowException, OSError) as exc:  # the latter is what Arrow makes of a damaged page
+        # of the names of columns, and what Arrow makes of a damaged page
+        except (ArrowException, UnicodeDecodeError, OSError) as exc:
             raise Damaged(_first_line(exc)) from None
 
 

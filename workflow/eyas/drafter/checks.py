@@ -10,6 +10,7 @@ from typing import Any
 from eyas.drafter.shape import DrafterShape
 from eyas.errors import EyasError
 from eyas.extraction.manifest import Manifest, target_differences
+from eyas.extraction.shard import layers_of
 from eyas.jobs import Progress
 from eyas.shards import checksum, read_json, write_json, write_lock
 from eyas.target.model import target_identity
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 def require_fit(manifest: Manifest, target: TargetReference, shape: DrafterShape, expected: dict[str, Any]) -> None:
     """Raise one EyasError that names both values wherever the manifest's data are not for this training.
 
-    `expected`: what the configuration says, of `layers`, `dtype` and `rows` (those that it leaves
-    open may be missing or None).
+    `expected`: what the configuration says, of `layers` (None: the default ones), `dtype` and `rows`; what it
+    leaves open may be missing.
     """
     values = manifest.values
     config = text_config(target)
@@ -37,6 +38,8 @@ def require_fit(manifest: Manifest, target: TargetReference, shape: DrafterShape
         ("layers", list(values["layers"]), list(shape.layers), "the drafter"),
         ("vocabulary size", shape.vocab_size, int(config.vocab_size), target.path),
     ]
+    if "layers" in expected:
+        expected = expected | {"layers": layers_of(target, expected["layers"])}
     configured = {"layers": list(values["layers"]), "dtype": values["dtype"], "rows": rows}
     facts += [
         (key.replace("rows", "number of rows"), found, expected[key], "the configuration")
