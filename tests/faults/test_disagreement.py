@@ -39,8 +39,8 @@ MANIFESTS: dict[str, tuple[Change, list[str]]] = {
     "another dtype": (put("dtype", "float16"), ["float16", "bfloat16"]),
     "another width": (put("hidden_size", 128), ["128", "64"]),
     "another format": (put("format_version", 99), ["99", "3"]),
-    "more rows": (put("totals.rows", 41), ["41"]),
-    "more tokens": (put("totals.tokens", 1), ["total"]),
+    "more rows": (put("totals.rows", 41), ["(40, not 41)"]),
+    "more tokens": (put("totals.tokens", 1), ["tokens", "not 1)"]),
 }
 
 

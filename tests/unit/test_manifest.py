@@ -79,7 +79,7 @@ def test_a_row_of_several_sequences_counts_once(tmp_path: Path):
     assert (values["totals"]["rows"], values["totals"]["sequences"]) == (8, 11)
     values["totals"]["sequences"] = 8
     output.write_text(json.dumps(values))
-    with pytest.raises(EyasError, match="the shards' sequences do not add up"):
+    with pytest.raises(EyasError, match=r"the shards' sequences do not add up to the total \(11, not 8\)"):
         read_manifest(output)
 
 

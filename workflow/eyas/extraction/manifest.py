@@ -160,9 +160,11 @@ def read_manifest(path: Path) -> Manifest:
                     f" delete it and run `snakemake {shard}` to rebuild it"
                 )
         for key in _SUMS:
-            if sum(entry[key] for entry in values["shards"]) != values["totals"][key]:
+            added, total = sum(entry[key] for entry in values["shards"]), values["totals"][key]
+            if added != total:
                 raise EyasError(
-                    f"{path}: the shards' {key} do not add up to the total; delete it and run snakemake again"
+                    f"{path}: the shards' {key} do not add up to the total ({added}, not {total}); delete it and run"
+                    " snakemake again"
                 )
     except (KeyError, TypeError) as exc:
         raise EyasError(f"{path}: damaged ({exc} is missing or wrong); delete it and run snakemake again") from None
