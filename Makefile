@@ -41,7 +41,7 @@ test-browser: $(STAMP)
 	$(VENV)/bin/python tests/integration/browser/set_up.py
 	$(VENV)/bin/python -m pytest tests/integration/browser
 
-# All injected faults; the table in docs/reliability.md is the last one. Hours; `make test` tries some of each.
+# All injected faults; the table in docs/reliability.md is the last one. About an hour; `make test` tries some of each.
 test-faults: $(STAMP)
 	$(VENV)/bin/python -m pytest $(TOGETHER) tests/faults --faults all --faults-page docs/reliability.md
 

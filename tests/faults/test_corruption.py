@@ -105,20 +105,17 @@ def test_sealed_files_and_checkpoints_are_refused_before_use(faults: Faults, fin
                 except EyasError as exc:
                     assert str(file) in str(exc) and "snakemake" in str(exc)
         file.write_bytes(whole)
-    facts = load_checkpoint(checkpoint).facts
     for name in ("model.safetensors", "config.json", "trainer_state.safetensors", "trainer_state.json"):
         file = checkpoint / name
         whole = file.read_bytes()
         for _ in range(faults.count(3, 100)):
             for what, content in damage(faults, whole).items():
                 file.write_bytes(content)
-                with faults.tried(f"{what} in a checkpoint: refused when read", name):
-                    try:
-                        found = load_checkpoint(checkpoint).facts
-                    except EyasError as exc:
-                        assert name in str(exc)
-                    else:  # the digest's own line again
-                        assert name == "trainer_state.json" and {key: found.get(key) for key in facts} == facts
+                with (
+                    faults.tried(f"{what} in a checkpoint: refused when read", name),
+                    pytest.raises(EyasError, match=name),
+                ):
+                    load_checkpoint(checkpoint)
         file.write_bytes(whole)
     load_checkpoint(checkpoint)
 

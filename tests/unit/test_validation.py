@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from eyas.drafter.processes import Processes
 from eyas.drafter.step import DrafterLoss
 from eyas.drafter.validation import validate
 from eyas.errors import EyasError
+from eyas.shards import read_json, write_sealed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -124,10 +124,10 @@ def with_history(source: Path, folder: Path, *lengths: float | None) -> Path:
     """A checkpoint whose epochs had these acceptance lengths on the held-out rows (None: not measured)."""
     place = folder / f"epoch_{len(lengths)}"
     shutil.copytree(source, place)
-    facts = read_json_file(place / "trainer_state.json")
+    facts = read_json(place / "trainer_state.json")
     measured = [{} if length is None else {"held_out": {"rows": 2, "acceptance_length": length}} for length in lengths]
     history = [{"epoch": epoch + 1, **values} for epoch, values in enumerate(measured)]
-    (place / "trainer_state.json").write_text(json.dumps(facts | {"epoch": len(lengths), "history": history}))
+    write_sealed(place / "trainer_state.json", facts | {"epoch": len(lengths), "history": history})
     return place
 
 

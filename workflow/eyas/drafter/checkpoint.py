@@ -112,7 +112,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint with its trainer state; raises EyasError for one that is damaged or incomplete."""
     from safetensors.torch import load_file
 
-    facts = read_json(folder / FACTS, "trainer state")
+    facts = read_json(folder / FACTS, "trainer state", sealed=True)
     if facts.get("format_version") != FORMAT_VERSION:
         raise EyasError(f"{folder / FACTS}: format version {facts.get('format_version')}, not {FORMAT_VERSION}")
     for name, entry in facts["files"].items():

@@ -21,7 +21,7 @@ FORMAT_VERSION = VERSIONS["manifest"]
 # What all shards of a run must have in common.
 _COMMON = ("target", "tokenizer_hash", "chat_template_hash", "layers", "dtype", "hidden_size")
 # Of what kind these and the others are.
-_TYPES: dict[str, type | tuple[type, ...]] = {
+_TYPES: dict[str, type] = {
     "target": dict, "tokenizer_hash": str, "chat_template_hash": str, "layers": list, "dtype": str,
     "hidden_size": int, "shards": list, "totals": dict,
 }  # fmt: skip
@@ -144,8 +144,8 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: format version {found}, this Eyas reads {FORMAT_VERSION}; delete it and run snakemake again"
         )
     try:
-        for key, kinds in _TYPES.items():
-            if not isinstance(values[key], kinds):
+        for key, kind in _TYPES.items():
+            if not isinstance(values[key], kind):
                 raise TypeError(key)
         if not all(isinstance(layer, int) for layer in values["layers"]):
             raise TypeError("layers")
