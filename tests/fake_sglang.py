@@ -292,6 +292,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args()
     key = json.loads(args.config.read_text())["api-key"]
+    if key.startswith("-"):  # SGLang makes arguments of the file's lines
+        parser.error("argument --api-key: expected one argument")
     print(f"server_args=ServerArgs(host={args.host!r}, api_key={key!r}, other=1)")
     if args.dies:
         print(f"Error: {args.dies} {key}")

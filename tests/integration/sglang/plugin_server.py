@@ -113,7 +113,7 @@ def sglang_server(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
-    key, key_file, log = secrets.token_urlsafe(16), folder / "key.yaml", folder / "server.log"
+    key, key_file, log = secrets.token_hex(16), folder / "key.yaml", folder / "server.log"
     key_file.touch(mode=0o600)
     key_file.write_text(json.dumps({"api-key": key}))
     everything = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT | environment

@@ -121,7 +121,7 @@ class OwnServer(Generic[C]):
         self._command, self._environment, self._private = command, environment, private
         self._log_file, self._start_minutes, self._restarts = log_file, start_minutes, restarts
         self._connect, self._probe, self._terms = connect, probe, terms
-        self._key = secrets.token_urlsafe(24)
+        self._key = secrets.token_hex(24)  # SGLang would take one that begins with "-" for an option
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
         self._starts = 0
