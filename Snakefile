@@ -1,5 +1,6 @@
 """Eyas: prompts and a target in, a measured EAGLE-3 drafter out. The stages are in rules/."""
 
+import gc
 import json
 import os
 import re
@@ -22,6 +23,9 @@ from eyas.plan import (
     prepare_environment,
     remember_min_job_age,
 )
+
+# What is imported by now stays: the garbage collector need not look through it each time that the DAG has grown.
+gc.freeze()
 
 prepare_environment(Path(workflow.basedir))
 remember_min_job_age(sys.modules.get("snakemake_executor_plugin_slurm"))

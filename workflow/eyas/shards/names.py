@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from eyas.errors import EyasError
@@ -18,7 +19,7 @@ class Shard:
     start: int
     end: int
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"rows_{self.start}-{self.end}"
 
